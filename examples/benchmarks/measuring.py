@@ -21,6 +21,7 @@ import transformers
 from _rivals import THREADS, once, table, verdict
 
 import levattn
+from levattn.attention import Selection
 from levattn.integrations.transformers import prune
 
 BUDGET, BAR = 0.25, 1.03
@@ -45,7 +46,7 @@ def seconds(model: Any, n: int, rounds: int) -> list[dict[bool | None, float]]:
     tokens = torch.randint(999, (1, n), generator=torch.Generator().manual_seed(0))
     models = {measure: copy.deepcopy(model) for measure in CALLS}
     for measure, pruned in models.items():
-        prune(pruned, BUDGET, measure=measure)
+        prune(pruned, Selection(BUDGET, start=0), measure=measure)
         pruned(tokens)
     found = []
     for _ in range(rounds):

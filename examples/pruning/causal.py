@@ -70,7 +70,7 @@ def chance(K: Tensor, _: Tensor) -> Tensor:
 def parts(slots: Slots, scores: str | Scores = "residual") -> Selection:
     """Return the selection that asks for these slots."""
     named = asdict(slots)
-    return Selection(size=named.pop("selected"), renew_every=named.pop("chunk"), **named, scores=scores)
+    return Selection(size=named.pop("selected"), renew_every=named.pop("chunk"), **named, scores=scores, start=0)
 
 
 def kept_alone(slots: Slots, scores: str | Scores = "residual") -> Selection:

@@ -123,7 +123,7 @@ def prune_report(inquiry: Inquiry, budget: float, heads: str, **options: Any) ->
     from levattn.attention import Selection
     from levattn.integrations.transformers import prune
 
-    selection = Selection(budget, **options)
+    selection = Selection(budget, start=0, **options)  # a report on few tokens shows what pruning loses
     profile = profile_of(model, heads, budget if model.can_generate() else 1, "reading")
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
         with prune(model, selection, heads=profile, measure=True) as report:

@@ -66,8 +66,9 @@ class LevAttentionCache:
     """The decoding cache of a `LevAttention` layer, as returned by its ``new_cache()``.
 
     For each sequence and key head it has keys and values, and O(d²) numbers for the selection. Before the first
-    selection it has all keys, fewer than twice as many as a query has slots. After it, it has at most as many as
-    slots. So its size does not grow with the number of positions. Gradients do not pass through it.
+    selection it has all keys, fewer than twice as many as a query has slots (or than `Selection.start`). After it, it
+    has at most as many as slots. So its size does not grow with the number of positions. Gradients do not pass through
+    it.
 
     Attributes
     ----------

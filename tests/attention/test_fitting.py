@@ -686,6 +686,7 @@ def test_heads_whose_keys_all_have_scores_of_minus_infinity_have_no_slots(heads_
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "summaries": ({"selection": Selection(9, summaries=2)}, ValueError, "summaries=2; expected 0 or None"),
     "epsilon": ({"selection": Selection(epsilon=0.1)}, ValueError, "epsilon=0.1; expected a number of slots"),
+    "start": ({"selection": Selection(9, start=4)}, ValueError, "start=4; expected 0 or None"),
     "renew": ({"selection": Selection(9, renew_every=4)}, ValueError, "renew_every=4; expected None"),
     "nothing": ({"selection": Selection()}, ValueError, "expected one of the three"),
     "no slot": ({"selection": Selection(size=0)}, ValueError, "leaves no slot; expected at least one"),

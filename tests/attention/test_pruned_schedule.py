@@ -31,6 +31,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of as many slots
     "leverage": {"budget": BUDGET, "scores": "leverage"},
     "dropped": {"size": 30, "window": 3, "renew_every": 7},
     "squares": {"budget": BUDGET, "f": 2},
+    "late": {"budget": 20, "start": FIRST},
+    "late leverage": {"size": 8, "window": 3, "renew_every": 6, "scores": "leverage", "start": FIRST},
+    "no later": {"budget": BUDGET, "start": FIRST - 1},
 }
 
 
@@ -76,6 +79,15 @@ def test_twice_the_slots_are_dense_and_decoding_is_the_whole_there_and_beyond(f:
     for i in range(n):
         row, held = causal_pruned_attention(*(X[:, i : i + 1, :] for X in (Q, K, V)), held, f=f, return_state=True)
         np.testing.assert_allclose(strategies.as_float64(row)[:, 0], whole[:, i], rtol=0, atol=room)
+
+
+def test_a_threshold_selects_no_earlier_than_it_is_asked_to() -> None:
+    Q, K, V = arrays(9)
+    options = {"epsilon": 0.95, "scores": "leverage", "center": False, "renew_every": 7, "f": 2}
+    expected, _ = naive_attention.dense(Q, K, V, 2, True)
+    for start, first in ((0, 7), (6, 7), (30, 30)):
+        far = np.abs(attend(Q, K, V, causal=True, start=start, **options) - expected).max(axis=(0, 2))
+        assert far[:first].max() < 1e-12 < 1e-3 < far[first]
 
 
 def test_certificates_know_that_nothing_was_left_out_of_the_first_positions() -> None:

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 
 from decoders import CACHE, base, difference, of_heads, tokens  # noqa: E402
 
+from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, compress, macchiato_from, prune  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -547,8 +548,8 @@ def test_an_extended_model_is_copied(how: str) -> None:
 @pytest.mark.parametrize("change", ["pruned", "extended"])
 def test_a_changed_model_runs_in_the_process_that_loads_it(change: str, tmp_path: Any) -> None:
     model, context = base(), tokens(1, CONTEXT)
-    if change == "pruned":
-        prune(model, {0: 8, 1: 8})
+    if change == "pruned":  # from the start, in each process
+        prune(model, {0: Selection(8, start=0), 1: Selection(8, start=0)})
     else:
         macchiato_from(model, window=8, latents=4)
     torch.save((model, context, model(context).logits), tmp_path / "model")

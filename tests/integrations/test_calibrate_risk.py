@@ -185,7 +185,7 @@ def test_every_text_but_the_fourths_was_tested(encoder, decoder, monkeypatch, me
     assert chosen.reached == pytest.approx(np.mean(losses), abs=1e-6)  # of float32, alone and in a batch
     assert named_p_value(sum(losses), len(losses), risk) <= 0.1 * (1 + 1e-4)
     assert chosen.mean < 1
-    assert chosen.selection == Selection(sinks=1)
+    assert chosen.selection == Selection(sinks=1, start=0)
 
 
 def test_what_is_tested_is_chosen_without_the_tested_texts(encoder, monkeypatch):

@@ -484,6 +484,8 @@ def test_scores_select_the_keys_of_a_cache() -> None:
         compress(model, context(), Selection(size=6, scores=torch.ones(CONTEXT)))
     with pytest.raises(ValueError, match="expected a budget or a size of a cache"):
         compress(model, context(), Selection(epsilon=0.1))
+    with pytest.raises(ValueError, match="a context is read densely; expected start=None"):
+        compress(model, context(), Selection(0.5, start=9))
     renewing = compress(model, context(), Selection(size=6, scores=own, renew_every=4))
     with pytest.raises(ValueError, match="a function of scores, which no file holds"):
         renewing.save("nowhere")

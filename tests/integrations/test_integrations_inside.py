@@ -211,6 +211,31 @@ def test_layers_can_be_looked_at_while_they_are_dense() -> None:
     assert P.shape == (2, 4, 1, 8)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_decoders_read_the_first_positions_densely_unless_a_selection_says_otherwise(
+    cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a few positions in the place of 1536."""
+    model, ids, far = base(), tokens(length=2 * T), T - 3
+    dense = output(model, ids[:, :far], use_cache=cached)
+    wanted = {}
+    for start in (far, 0):  # twice the slots are 16
+        with prune(model, Selection(8, start=start), measure=False):
+            wanted[start] = output(model, ids, use_cache=cached)
+    monkeypatch.setattr("levattn.integrations.transformers.pruned.START", far)
+    for few, start in ((8, far), (Selection(8), far), (Selection(8, start=0), 0), ({0: 8, 1: Selection(8)}, far)):
+        with prune(model, few) as report:
+            assert torch.equal(output(model, ids, use_cache=cached), wanted[start])
+            assert "first selection" not in str(report)
+            short = output(model, ids[:, :far], use_cache=cached)
+        assert torch.equal(short, dense) == bool(start)
+        assert ("2 of 4 calls of layers ended before their first selection" in str(report)) == bool(start)
+    encoder = base("Esm")
+    dense = output(encoder)
+    with prune(encoder, 0.5):  # where nothing waits
+        assert difference(output(encoder), dense) > 1e-3
+
+
 def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:
     model, prompt = base(), torch.arange(T)[None]
 

@@ -614,6 +614,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prune(base("Esm"), Selection(8, renew_every=4)),
         "renew_every is 4, and the attention is not causal",
     ),
+    "start of an encoder": (
+        lambda: prune(base("Esm"), Selection(8, start=4)),
+        "start is 4, and the attention is not causal",
+    ),
     "layers": (lambda: prune(base(), 8, layers=[2]), r"layers is \[2\]; expected different numbers among \[0, 1\]"),
     "heads": (lambda: prune(base(), 8, heads=0), "heads is 0; expected numbers of heads"),
     "empty mapping": (lambda: prune(base(), {}), "selection is empty"),

@@ -33,7 +33,7 @@ class PrunedCertificate:
         The selected keys and the first keys. None for causal attention, where the set depends on the position.
     slots : array of int64, shape (m,)
         Upper bound of the number of slots that each query read. Causal: before the first selection the number of keys
-        so far, up to twice the slots.
+        so far, up to twice the slots or `Selection.start`.
 
     Examples
     --------

@@ -172,11 +172,11 @@ def causal_pruned_attention(
 ) -> Any:
     r"""Attention of each row to a few keys up to its own, and to summaries of the earlier others.
 
-    Row i reads keys 0 to i only. The first rows, twice as many as there are slots, read all of these keys, as dense
-    attention does. The mean row among them reads as many keys as there are slots. (With a threshold they are the rows
-    of the first chunk.) After that, past keys and queries renew the selection and the summaries every ``renew_every``
-    positions. A row also reads all keys since the last renewal, up to its own. `pruned_attention` defines slots and
-    summaries.
+    Row i reads keys 0 to i only. The first rows, twice as many as there are slots (or more, by `Selection.start`),
+    read all of these keys, as dense attention does. The mean row among them reads as many keys as there are slots.
+    (With a threshold they are the rows of the first chunk.) After that, past keys and queries renew the selection and
+    the summaries every ``renew_every`` positions. A row also reads all keys since the last renewal, up to its own.
+    `pruned_attention` defines slots and summaries.
 
     Parameters
     ----------
@@ -235,8 +235,8 @@ def causal_pruned_attention(
     alone, because the chunks of such tensors are one batch.
 
     Time O(T s (d + D) + T R (s + R) d / c) for s slots a query, R summaries and renewals every c positions. Memory
-    O(T D + s (d + D)), and a state of O(s (d + D) + d²). Before the first selection the state has all keys, up to 2s.
-    After it, it has fewer than s.
+    O(T D + s (d + D)), and a state of O(s (d + D) + d²). Before the first selection the state has all keys, up to 2s
+    or `Selection.start`. After it, it has fewer than s.
 
     References
     ----------

@@ -115,6 +115,11 @@ class Selection:
     renew_every : int, optional
         Causal: positions between two selections. None: with a budget as in `slots`, else 64; a cache then never
         selects among the tokens after its context.
+    start : int, optional
+        Causal: positions before the first selection, at least. They read all keys before them. The first selection
+        also waits for twice as many positions as there are slots (with a threshold, for a chunk). None: 0 for
+        functions and layers, and 1536 for `levattn.integrations.transformers.prune`, because shorter texts are read
+        as fast without pruning.
 
     Raises
     ------
@@ -183,6 +188,7 @@ class Selection:
     scores: Any = None
     center: bool | None = None
     renew_every: int | None = None
+    start: int | None = None
 
     def __post_init__(self) -> None:
         given: dict[str, Any] = dict(vars(self))
@@ -204,6 +210,8 @@ class Selection:
                 )
         if given["renew_every"] is not None:
             given["renew_every"] = whole_number("renew_every", given["renew_every"], 1)
+        if given["start"] is not None:
+            given["start"] = whole_number("start", given["start"], 0)
         if epsilon is not None:
             if isinstance(epsilon, bool) or not isinstance(epsilon, Real) or not math.isfinite(epsilon):
                 raise ValueError(f"epsilon is {epsilon!r}; expected a finite number, a threshold of scores")
@@ -367,6 +375,10 @@ def slots_for(selection: Selection, n: int, *, causal: bool, aligned: bool = Tru
             f"renew_every is {selection.renew_every!r}, and the attention is not causal; expected it only for causal "
             "attention"
         )
+    if selection.start and not causal:
+        raise ValueError(
+            f"start is {selection.start!r}, and the attention is not causal; expected it only for causal attention"
+        )
     if selection.window and not aligned:
         raise ValueError(
             f"window is {selection.window!r}, but there are not as many queries as keys; expected window=0, as no key "
@@ -417,6 +429,7 @@ def slots_to_fit(selection: Selection, n: int) -> Slots:
         "epsilon": (selection.epsilon, "a number of slots: give budget= or size="),
         "summaries": (selection.summaries, "0 or None, as slots that are fitted are keys"),
         "renew_every": (selection.renew_every, "None, as slots are fitted once"),
+        "start": (selection.start or None, "0 or None, as all keys are there when slots are fitted"),
     }
     for name, (value, expected) in refused.items():
         if value is not None and not (name == "summaries" and value == 0):
@@ -529,7 +542,8 @@ class Checks:
 class SelectionRule:
     """How keys are chosen, the same for all positions of a sequence.
 
-    `kind`: one of `SCORES`, "given" or "function"; `function`: of keys and values, for the last.
+    `kind`: one of `SCORES`, "given" or "function"; `function`: of keys and values, for the last. `start`: the least
+    number of positions before the first selection.
     """
 
     slots: Slots
@@ -538,6 +552,7 @@ class SelectionRule:
     center: bool
     power: float | None
     function: Callable[[Any, Any], Any] | None = None
+    start: int = 0
 
     @property
     def own(self) -> bool:
@@ -553,9 +568,9 @@ class SelectionRule:
     def first(self) -> int:
         """Causal: the number of positions before the first selection: twice the slots, or a chunk with a threshold.
 
-        The mean query of these positions reads as many keys as there are slots.
+        The mean query of these positions reads as many keys as there are slots. `start` may ask for more positions.
         """
-        return self.slots.chunk if self.epsilon is not None else 2 * self.slots.total
+        return max(self.start, self.slots.chunk if self.epsilon is not None else 2 * self.slots.total)
 
     def until_selection(self, positions: int) -> int:
         """Return how many positions come before the next selection, at least one."""
@@ -594,4 +609,5 @@ def rule_of(
         power is None if center is None else center,
         power,
         function,
+        selection.start or 0,
     )

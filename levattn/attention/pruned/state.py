@@ -60,8 +60,9 @@ class PrunedPart:
 class PrunedState:
     """The state of causal `pruned_attention` after some positions: its size does not grow with their number.
 
-    Before the first selection it holds all keys and values, of fewer than ``2 slots.total`` positions. After it, it
-    holds at most ``slots.total`` keys and summaries. No call changes a state; each returns a new one.
+    Before the first selection it holds all keys and values, of fewer than ``2 slots.total`` positions (or
+    `Selection.start`). After it, it holds at most ``slots.total`` keys and summaries. No call changes a state; each
+    returns a new one.
 
     Attributes
     ----------

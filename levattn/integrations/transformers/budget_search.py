@@ -93,7 +93,8 @@ def calibrate(
     budgets : sequence of float or Selection, default (0.06, 0.09, 0.12, 0.18, 0.25, 0.35, 0.5)
         Shares of the keys to choose from, each above 0 and below 1; dense is always included. In a causal model a head
         with half of the keys or more is dense. With a profile shares are means over all heads. Selections have such
-        budgets, and the same other options.
+        budgets, and the same other options. Where they have no `start`, heads are pruned from twice the slots on, so
+        that short texts measure something.
     layers, heads : iterable of int, optional
         As for `prune`; others stay dense.
     heads : HeadProfile or str, in the place of numbers
@@ -201,7 +202,8 @@ def _shares_of(budgets: Sequence[Any]) -> tuple[list[float], Selection]:
     if len(others) > 1:
         raise ValueError(f"budgets has selections that differ in more than their budgets; expected one of {others}")
     shares = {fraction("budgets", each.budget) for each in selections}
-    return sorted(shares), others.pop()
+    (found,) = others
+    return sorted(shares), replace(found, start=0) if found.start is None else found
 
 
 def _wanted(target: Any, risk: Any, confidence: Any) -> tuple[Any, Any, Any]:

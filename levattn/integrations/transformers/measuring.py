@@ -143,6 +143,7 @@ class Tally:
     def __init__(self, layer: int, heads: Iterable[int], sampler: Sampler) -> None:
         self.layer, self.sampler = layer, sampler
         self.calls = 0
+        self.whole = 0  # calls in which some heads to prune read all keys, before their first selection
         self.sequences = 0  # of these calls
         self.seconds = 0.0
         self.of_heads = {head: FigureSums() for head in heads}
@@ -159,10 +160,11 @@ class Tally:
         sample = self.sampler.sample(self.layer, sequences, queries, keys)
         return None if sample is None else MeasuredCall(sample)
 
-    def end(self, sequences: int, measurement: MeasuredCall | None) -> None:
+    def end(self, sequences: int, measurement: MeasuredCall | None, *, whole: bool) -> None:
         """Count a call, and add its figures if it was measured."""
         with _LOCK:
             self.calls += 1
+            self.whole += whole
             self.sequences += sequences
             if measurement is None:
                 return
@@ -171,6 +173,6 @@ class Tally:
                 self.seconds += seconds
                 for place, head in enumerate(group.heads):
                     self.of_heads[head].add(figures[:, place])
-            whole = sum(figures.sum(1) for _, _, figures in measurement.found)
-            self.of_layer.add(whole)
-            self.of_calls.add(whole.sum(0, keepdims=True))
+            all_heads = sum(figures.sum(1) for _, _, figures in measurement.found)
+            self.of_layer.add(all_heads)
+            self.of_calls.add(all_heads.sum(0, keepdims=True))

@@ -19,6 +19,7 @@ from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
 from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
 
+START = 1536  # positions of a decoder that are read densely where a selection does not say: pruning pays after them
 _prunings = count()  # each state in a cache belongs to a pruning
 
 
@@ -53,6 +54,7 @@ def selection_of_call(selection: Selection, n: int, *, causal: bool) -> Selectio
         window=slots.window,
         sinks=slots.sinks,
         renew_every=slots.chunk or None,
+        start=START if causal and selection.start is None else selection.start,
     )
 
 
@@ -253,17 +255,17 @@ def _attention(
     measurement = None if part.tally is None else part.tally.begin(len(query), rows, seen)
     dense = partial(_dense, module, attention_mask, is_causal)
     before = () if held is None else held.states
-    Y, states = _of_groups(part, arrays, before, dense, keep=held is not None, measurement=measurement)
+    Y, states, whole = _of_groups(part, arrays, before, dense, keep=held is not None, measurement=measurement)
     shares = None
     if output_attentions:  # the weight of a summary is spread over its members
         each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
-        shares, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False)
+        shares, _, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False)
         shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
     if held is not None:
         held.states, held.positions = states, seen
         held.counts = None if present is None else present.sum(1)
     if part.tally is not None:
-        part.tally.end(len(query), measurement)
+        part.tally.end(len(query), measurement, whole=whole)
     return Y.transpose(1, 2).contiguous(), shares
 
 
@@ -299,12 +301,14 @@ def _of_groups(
     *,
     keep: bool,
     measurement: Any = None,
-) -> tuple[Any, States]:
+) -> tuple[Any, States, bool]:
     """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`.
+
+    And whether a group that has a selection read all keys, before its first one.
 
     measurement: compares each group with dense attention, unless it is None.
     """
-    pieces, states = [], []
+    pieces, states, whole = [], [], False
     for number, group in enumerate(part.groups):
         mine = arrays.of_heads(group)
         after: tuple[Held, ...] = ()
@@ -315,7 +319,7 @@ def _of_groups(
         if not plan:
             Y = dense(mine)
         elif _reads_all(mine, plan):
-            Y = dense(mine)
+            Y, whole = dense(mine), True
             after = tuple(held.with_queries(mine.q) for held in plan) if keep else ()
         else:
             plan = _begun(mine, plan)
@@ -325,7 +329,7 @@ def _of_groups(
         pieces.append(Y)
         states.append(after)
     each = arrays.q.shape[1] // arrays.k.shape[1]
-    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states)
+    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states), whole
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

@@ -64,6 +64,9 @@ def prune(
     and values, in place of dense attention. Pruning needs no training. It lasts until ``report.remove()``, or to the
     end of a block: ``with prune(model, 0.25) as report: ...``.
 
+    A decoder reads the first 1536 positions densely, because pruning does not pay there; `Selection.start` says
+    otherwise. A call that ends before its first selection takes the model's own attention.
+
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
     keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone.
     Decoding with a cache gives the same output as one call over the same positions, for budgets in numbers of slots.
@@ -135,11 +138,12 @@ def prune(
     --------
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.attention import Selection
     >>> from levattn.integrations.transformers import prune
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50, eos_token_id=None)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
     >>> prompt = torch.arange(40)[None]
-    >>> with prune(model, 24, layers=[1]):
+    >>> with prune(model, Selection(24, start=0), layers=[1]):
     ...     found = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
     >>> found.shape
     torch.Size([1, 45])
@@ -163,7 +167,8 @@ def prune(
         selection = selection.selections() if isinstance(selection, Calibration) else selection
         named = [key[0] if isinstance(key, tuple | list) and key else key for key in selection]
     else:  # before the trial call, which takes seconds
-        selection = checked_selection(selection, causal=getattr(selection, "renew_every", None) is not None)
+        causal = any(getattr(selection, name, None) for name in ("renew_every", "start"))
+        selection = checked_selection(selection, causal=causal)
     register()
     there = discovered(PRUNED, model, named, example)
     of_heads = _selections_of(selection, there, layers, heads)

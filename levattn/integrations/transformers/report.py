@@ -54,10 +54,11 @@ class PruneReport(HeadsTable):
     --------
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from levattn.attention import Selection
     >>> from levattn.integrations.transformers import prune
     >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=50)
     >>> model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
-    >>> with torch.no_grad(), prune(model, 16, layers=[0, 1]) as report:
+    >>> with torch.no_grad(), prune(model, Selection(16, start=0), layers=[0, 1]) as report:
     ...     _ = model(torch.arange(50)[None])
     >>> report.active, len(report.table())
     (False, 4)
@@ -185,6 +186,9 @@ class PruneReport(HeadsTable):
                 f"{found['units']} units (heads in sequences of calls), with {found['queries']} queries",
                 _LEGEND,
             ]
+        calls, whole = (sum(getattr(tally, name) for tally in self._tallies.values()) for name in ("calls", "whole"))
+        if whole:
+            notes.append(f"{whole} of {calls} calls of layers ended before their first selection: see Selection.start")
         if any(row["slots"] is None for row in rows):
             called = any(row["calls"] for row in rows)
             notes.append(f"-: {_UNMEASURED[self.options['measure']] if called else 'the model was not called yet'}")

@@ -686,4 +686,6 @@ def selection_of_cache(name: str, selection: Any) -> Selection:
         )
     if found.budget is None and found.size is None:
         raise ValueError(f"{name} is {found}; expected a budget or a size of a cache")
+    if found.start:
+        raise ValueError(f"{name} is {found}, and a context is read densely; expected start=None")
     return found

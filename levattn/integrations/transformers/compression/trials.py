@@ -134,7 +134,7 @@ class ReadingTrial:
 
     def _losses(self, shares: Shares, reading: Any) -> Any:
         """Return the mean losses of answers and of text, in nats a token, with so much of each head."""
-        cut: Any = {head: Selection(share) for head, share in shares.items() if share < 1}
+        cut: Any = {head: Selection(share, start=0) for head, share in shares.items() if share < 1}
         with prune(self._model, cut, measure=False) if cut else nullcontext(), reading:
             log_p = self._log_p()
         answers, text = log_p.split([len(self._answers), len(self._likely)])
