@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -43,6 +43,7 @@ class Group:
         return (np.asarray(self.heads)[:, None] * each + np.arange(each)).reshape(-1)
 
 
+@lru_cache(maxsize=64)  # all layers of a call ask the same
 def selection_of_call(selection: Selection, n: int, *, causal: bool) -> Selection:
     """Return a selection in counts for a call with n keys; if causal, for any number of keys, and shares are of n."""
     slots = slots_for(selection, n, causal=causal, endless=causal)
@@ -131,10 +132,10 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
     They depend on a sequence's number of keys without padding: a share is of these keys, and a number of slots may
     cover them.
     """
-    lengths, found = np.full(1, arrays.k.shape[2]), []
     shares = isinstance(selection.budget, float) or isinstance(selection.size, float)
-    if arrays.present is not None and (shares or not arrays.causal):
-        lengths = arrays.present.sum(1).cpu().numpy()
+    if arrays.present is None or not (shares or not arrays.causal):
+        return [Held(None, selection_of_call(selection, arrays.k.shape[2], causal=arrays.causal))]
+    lengths, found = arrays.present.sum(1).cpu().numpy(), []
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
         own = selection_of_call(selection, int(length), causal=arrays.causal)
@@ -146,8 +147,10 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
     """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
     if not arrays.causal or arrays.present is not None or any(held.state is not None for held in plan):
         return False
-    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
-    return all(arrays.k.shape[2] <= rule.first for rule in rules)
+    keys = arrays.k.shape[2]
+    return keys <= min(held.selection.start or 0 for held in plan) or all(
+        keys <= rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True).first for held in plan
+    )
 
 
 def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
@@ -328,6 +331,8 @@ def _of_groups(
             measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)
         pieces.append(Y)
         states.append(after)
+    if len(pieces) == 1:
+        return pieces[0], tuple(states), whole
     each = arrays.q.shape[1] // arrays.k.shape[1]
     return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states), whole
 
