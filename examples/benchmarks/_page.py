@@ -14,6 +14,9 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
 COMMAND = "python examples/benchmarks/comparison.py --only {name}"
 LOSS = "levattn loses: "
+# Tables of times, which the page has a second time, for processors without AVX-512: the names of these end so
+TIMES = ("speed", "speed-float64", "heavy", "pruned", "latte", "tssa")
+AVX2 = "-avx2"
 # why levattn loses, by what the losses with that reason have in common
 REASONS = {
     r"not leverage": "Scores that are not leverage. Row norms take a tenth of the arithmetic and find other keys; "

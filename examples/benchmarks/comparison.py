@@ -3,6 +3,10 @@
     python examples/benchmarks/comparison.py                  # every table, printed: some minutes on two cores
     python examples/benchmarks/comparison.py --only speed latte
     python examples/benchmarks/comparison.py --write          # and put into the page
+    python examples/benchmarks/comparison.py --avx2 --write   # times without AVX-512
+
+On a processor without AVX-512 the tables of times are those that the page has for such processors. ``--avx2`` measures
+them elsewhere: levattn, numpy's and scipy's BLAS, numpy, torch and JAX are then limited to AVX2.
 
 A library that is not installed has a row that says so. The presses of kvpress need transformers below 5.3:
 `make peer-kvpress` makes such an environment, .venv-peer-kvpress. `--quick` is a run of small sizes to try the
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import sys
 import time
 
 import _comparison_attention
@@ -21,7 +26,9 @@ import _comparison_cost
 import _comparison_quality
 import _comparison_scores
 from _libraries import RIVALS, missing, version, versions
-from _page import Table, processor, source, write
+from _page import AVX2, TIMES, Table, processor, source, write
+
+from levattn._kernels.jit import VECTOR_BYTES
 
 SECTIONS = {
     **_comparison_scores.SECTIONS,
@@ -30,6 +37,17 @@ SECTIONS = {
     **_comparison_cost.SECTIONS,
 }
 MACHINE = "machine"
+LIMITS = {  # to the instructions of 2013, for each library by its own name of them
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2,+cx16,"
+    "+sahf",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+}
 NEED_TORCH = ("pruned", "latte", "tssa", "cost-positions")
 
 
@@ -61,18 +79,23 @@ def measured(name: str, *, quick: bool) -> Table:
 def main() -> None:
     """Measure and print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="TABLE")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="TABLE")
+    parser.add_argument("--avx2", action="store_true", help="measure times without AVX-512")
     parser.add_argument("--quick", action="store_true", help="small sizes and one round")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
     options = parser.parse_args()
-    bodies = {MACHINE: machine()}
-    print(bodies[MACHINE])
-    for name in options.only:
+    if options.avx2 and not LIMITS.items() <= os.environ.items():  # before a library is loaded
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | LIMITS)
+    old = VECTOR_BYTES < 64
+    print(machine())
+    bodies = {} if old else {MACHINE: machine()}
+    for name in options.only or (TIMES if options.avx2 else SECTIONS):
         begin = time.perf_counter()
         table = measured(name, quick=options.quick)
-        body = table.markdown(source(versions(SECTIONS[name][1]), quick=options.quick))
+        limited = "limited to AVX2; " if options.avx2 else ""
+        body = table.markdown(limited + source(versions(SECTIONS[name][1]), quick=options.quick))
         print(f"\n## {name} ({time.perf_counter() - begin:.0f} s)\n\n{body}", flush=True)
-        bodies[name] = body
+        bodies[name + AVX2 if old and name in TIMES else name] = body
         if options.write:
             write(bodies)
 

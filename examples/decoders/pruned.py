@@ -73,17 +73,22 @@ WAYS: dict[str, tuple[Any, Any]] = {  # how to read, and how to make a cache of 
 }
 
 
-def losses(model: Any, tokens: Any, way: str) -> tuple[float, float]:
-    """Return the seconds of one reading and the mean loss of its tokens."""
+def read(model: Any, tokens: Any, way: str) -> tuple[float, Any]:
+    """Return the seconds of one reading, and its last hidden states."""
     with READINGS[way](model):
         begin = time.perf_counter()
         hidden = model.model(tokens, use_cache="no cache" not in way).last_hidden_state[0]
-        taken = time.perf_counter() - begin
+        return time.perf_counter() - begin, hidden
+
+
+def loss(model: Any, tokens: Any, way: str) -> float:
+    """Return the mean loss of the tokens."""
+    _, hidden = read(model, tokens, way)
     each = [
         model.lm_head(part).log_softmax(-1).gather(1, after[:, None])
         for part, after in zip(hidden[:-1].split(512), tokens[0, 1:].split(512), strict=True)
     ]
-    return taken, -float(torch.cat(each).mean())
+    return -float(torch.cat(each).mean())
 
 
 def show_reading(model: Any, tokenizer: Any, lengths: list[int], rounds: int) -> None:
@@ -95,19 +100,18 @@ def show_reading(model: Any, tokenizer: Any, lengths: list[int], rounds: int) ->
     print(f"| tokens | reading | seconds | times as fast | loss / dense: {heads} |")
     print(f"| ---: | --- | ---: | ---: |{' ---: |' * len(texts)}")
     for length in lengths:
-        found: dict[str, Any] = {}
-        for name, text in texts.items():
-            tokens = torch.tensor([text[:length]])
-            again = rounds if name == "language reference" else 0
-            each = [{way: losses(model, tokens, way) for way in READINGS} for _ in range(again + 1)]
-            for way in READINGS:
-                found[way, name] = np.median([one[way] for one in each[1:] or each], axis=0)
-        for way in READINGS:
-            seconds, dense = (found[which, "language reference"][0] for which in (way, "dense"))
+        tokens = {name: torch.tensor([text[:length]]) for name, text in texts.items()}
+        found = {(way, name): loss(model, each, way) for name, each in tokens.items() for way in READINGS}
+        times: dict[str, list[float]] = {way: [] for way in READINGS}
+        for _ in range(rounds):
+            for way, taken in times.items():
+                taken.append(read(model, tokens["language reference"], way)[0])
+        dense = np.median(times["dense"])
+        for way, taken in times.items():
             each_loss = " | ".join(
-                "" if way == "no attention" else f"{found[way, name][1] / found['dense', name][1]:.3f}"
-                for name in texts
+                "" if way == "no attention" else f"{found[way, name] / found['dense', name]:.3f}" for name in texts
             )
+            seconds = np.median(taken)
             print(f"| {length} | {way} | {seconds:.2f} | {dense / seconds:.2f} | {each_loss} |", flush=True)
 
 

@@ -84,6 +84,7 @@ def _sections() -> set[str]:
 def test_the_page_has_one_place_for_each_table_and_its_command(page):
     places = re.findall(r"^<!-- ([\w-]+): (.+) -->$", page.PAGE.read_text(), re.M)
     expected = {name: page.COMMAND.format(name=name) for name in _sections()}
+    expected |= {name + page.AVX2: f"{expected[name]} --avx2" for name in page.TIMES}
     general = {"machine", page.LOSSES}
     assert len(places) == len(expected) + len(general)
     assert {name: command for name, command in places if name not in general} == expected
