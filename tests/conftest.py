@@ -152,3 +152,10 @@ def _compiling_is_not_said(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Let no test of the program depend on the kernels that were compiled before it."""
     if request.path.parent.name == "cli":
         monkeypatch.setattr("levattn._kernels.cache._say_that_it_compiles", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def _short_texts_are_pruned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `prune` begin at twice the slots where a test does not say: its models are small, and its texts short."""
+    if request.path.parent.name == "integrations" and find_spec("torch") and find_spec("transformers"):
+        monkeypatch.setattr("levattn.integrations.transformers.pruned.START", 0)
