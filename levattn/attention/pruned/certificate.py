@@ -120,10 +120,22 @@ def longest_of(*stacks: Any) -> Any:
     X = xp.concat(stacks, axis=1)
     if not (X.shape[1] and X.shape[2]):
         return xp.sum(X, axis=(1, 2))
+    if isinstance(X, np.ndarray):
+        X = _longest_rows(X)
     top = xp.max(xp.abs(X), axis=(1, 2))
     scaled = X / xp.where(top > 0, top, xp.ones_like(top))[:, None, None]  # keeps the largest squares in range
     with np.errstate(over="ignore"):
         return top * xp.sqrt(xp.max(xp.sum(scaled * scaled, axis=-1), axis=1))
+
+
+def _longest_rows(X: Any) -> Any:
+    """Return some rows (b, k, d), among which each item has its longest one: few are measured without a limit of range."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("bnd,bnd->bn", X, X)  # each is right to d roundings
+        most = squares.max(1)
+    if ((most > 1e-24) & (most < 1e24)).all():  # else squares may have left the range
+        X = X[:, (squares >= most[:, None] * (1 - 4 * X.shape[2] * np.finfo(X.dtype).eps)).any(0)]
+    return np.ascontiguousarray(X)  # whose sums have one order for every layout
 
 
 def with_bounds(Y: Any, figures: tuple[Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
