@@ -129,7 +129,7 @@ def longest_of(*stacks: Any) -> Any:
 
 
 def _longest_rows(X: Any) -> Any:
-    """Return some rows (b, k, d), among which each item has its longest one: few are measured without a limit of range."""
+    """Return some rows (b, k, d), among which each item has its longest one; numbers of any size cost more a row."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.einsum("bnd,bnd->bn", X, X)  # each is right to d roundings
         most = squares.max(1)
