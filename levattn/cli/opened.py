@@ -118,7 +118,7 @@ def _of_folder(folder: Path) -> tuple[Any, Any]:
     kinds = " ".join(getattr(config, "architectures", None) or ())
     causal = "CausalLM" in kinds or "LMHead" in kinds
     kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype="auto").eval()
     return model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
