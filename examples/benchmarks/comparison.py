@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 import time
 
 import _comparison_attention
@@ -27,6 +26,7 @@ import _comparison_quality
 import _comparison_scores
 from _libraries import RIVALS, missing, version, versions
 from _page import AVX2, TIMES, Table, processor, source, write
+from _rivals import limit_to_avx2
 
 from levattn._kernels.jit import VECTOR_BYTES
 
@@ -37,17 +37,6 @@ SECTIONS = {
     **_comparison_cost.SECTIONS,
 }
 MACHINE = "machine"
-LIMITS = {  # to the instructions of 2013, for each library by its own name of them
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+movbe,+popcnt,+sse3,+ssse3,+sse4.1,+sse4.2,+cx16,"
-    "+sahf",
-    "OPENBLAS_CORETYPE": "Haswell",
-    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
-}
 NEED_TORCH = ("pruned", "latte", "tssa", "cost-positions")
 
 
@@ -84,18 +73,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes and one round")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
     options = parser.parse_args()
-    if options.avx2 and not LIMITS.items() <= os.environ.items():  # before a library is loaded
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | LIMITS)
-    old = VECTOR_BYTES < 64
+    if options.avx2:
+        limit_to_avx2()
+    narrow = VECTOR_BYTES < 64
     print(machine())
-    bodies = {} if old else {MACHINE: machine()}
+    bodies = {} if narrow else {MACHINE: machine()}
     for name in options.only or (TIMES if options.avx2 else SECTIONS):
         begin = time.perf_counter()
         table = measured(name, quick=options.quick)
         limited = "limited to AVX2; " if options.avx2 else ""
         body = table.markdown(limited + source(versions(SECTIONS[name][1]), quick=options.quick))
         print(f"\n## {name} ({time.perf_counter() - begin:.0f} s)\n\n{body}", flush=True)
-        bodies[name + AVX2 if old and name in TIMES else name] = body
+        bodies[name + AVX2 if narrow and name in TIMES else name] = body
         if options.write:
             write(bodies)
 

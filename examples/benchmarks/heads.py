@@ -2,7 +2,9 @@
 
 Bar at (256, 4096, 64) float32: at least 2.5 times the best of them.
 
-    python examples/benchmarks/heads.py [--heads 256] [--keys 4096] [--rounds 5]
+    python examples/benchmarks/heads.py [--heads 256] [--keys 4096] [--rounds 5] [--avx2]
+
+``--avx2`` limits all libraries to AVX2.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from _rivals import THREADS, Array, by_gram, interleaved, table, verdict
+from _rivals import THREADS, Array, by_gram, interleaved, limit_to_avx2, table, verdict
 from threadpoolctl import threadpool_limits
 
 import levattn
@@ -60,7 +62,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=256)
     parser.add_argument("--keys", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--avx2", action="store_true", help="measure without AVX-512")
     options = parser.parse_args()
+    if options.avx2:
+        limit_to_avx2()
     for dtype in ("float32", "float64"):
         K = np.random.default_rng(0).standard_normal((options.heads, options.keys, 64)).astype(dtype)
         times = interleaved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -43,7 +43,6 @@ class Group:
         return (np.asarray(self.heads)[:, None] * each + np.arange(each)).reshape(-1)
 
 
-@lru_cache(maxsize=64)  # all layers of a call ask the same
 def selection_of_call(selection: Selection, n: int, *, causal: bool) -> Selection:
     """Return a selection in counts for a call with n keys; if causal, for any number of keys, and shares are of n."""
     slots = slots_for(selection, n, causal=causal, endless=causal)
@@ -147,10 +146,8 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
     """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
     if not arrays.causal or arrays.present is not None or any(held.state is not None for held in plan):
         return False
-    keys = arrays.k.shape[2]
-    return keys <= min(held.selection.start or 0 for held in plan) or all(
-        keys <= rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True).first for held in plan
-    )
+    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
+    return all(arrays.k.shape[2] <= rule.first for rule in rules)
 
 
 def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
