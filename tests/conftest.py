@@ -154,8 +154,13 @@ def _compiling_is_not_said(request: pytest.FixtureRequest, monkeypatch: pytest.M
         monkeypatch.setattr("levattn._kernels.cache._say_that_it_compiles", lambda: None)
 
 
-@pytest.fixture(autouse=True)
-def _short_texts_are_pruned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `prune` begin at twice the slots where a test does not say: its models are small, and its texts short."""
-    if request.path.parent.name == "integrations" and find_spec("torch") and find_spec("transformers"):
-        monkeypatch.setattr("levattn.integrations.transformers.pruned.START", 0)
+@pytest.fixture(autouse=True, scope="module")
+def _short_texts_are_pruned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let `prune` begin at twice the slots where a test does not say: its models are small, and its texts short.
+
+    For all of a module, as fixtures of modules prune as well.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name == "integrations" and find_spec("torch") and find_spec("transformers"):
+            patch.setattr("levattn.integrations.transformers.pruned.START", 0)
+        yield
