@@ -361,7 +361,8 @@ def test_a_state_of_tensors_goes_on_with_and_without_gradients() -> None:
     X = torch.from_numpy(np.random.default_rng(7).standard_normal((3, 2, 90, 8)))
     expected = causal_pruned_attention(*X, 30)
     _, state = causal_pruned_attention(*X[:, :, :50], 30, return_state=True)
-    assert isinstance(state.parts[0].recent, torch.Tensor)
+    with pytest.raises(ValueError, match=r"state holds float64 of torch .* K and V are float64 of numpy"):
+        causal_pruned_attention(*X[:, :, 50:70].numpy(), state)
     plain, after = causal_pruned_attention(*X[:, :, 50:70], state, return_state=True)
     close(plain, expected[:, 50:70])
     followed = causal_pruned_attention(*X[:, :, 70:].clone().requires_grad_(), after)

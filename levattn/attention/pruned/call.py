@@ -28,7 +28,7 @@ from levattn.attention.arguments import (
     without_gradient,
 )
 from levattn.attention.pruned.selection import SelectionRule
-from levattn.attention.pruned.state import PrunedPart, arrays_of, converted
+from levattn.attention.pruned.state import PrunedPart, PrunedState, arrays_of, converted
 
 Piece = tuple[Any, Any, tuple[Any, ...]]  # items of the batch, places of queries, arrays (b', g, m', ...)
 
@@ -173,9 +173,14 @@ class PrunedCall:
 
         return replace(rule, function=scores)
 
-    def as_computed(self, part: PrunedPart) -> PrunedPart:
-        """Convert the arrays of a part of a state to the library of this call."""
-        return converted(part, self.torch.memory_of if self.in_memory else followable)
+    def parts_of(self, state: PrunedState) -> tuple[PrunedPart, ...]:
+        """Return the parts of a state with arrays of the library that computes this call."""
+        convert = followable
+        if self.torch is not None and self.in_memory != state.of_tensors:
+            convert = self.torch.memory_of if self.in_memory else self.torch.tensor_of
+        elif self.in_memory:
+            return state.parts
+        return tuple(converted(part, convert) for part in state.parts)
 
 
 def sized(Q: Any, K: Any, V: Any, names: tuple[str, str, str] = ("Q", "K", "V")) -> tuple[Any, Any, Any, Heads]:

@@ -24,7 +24,6 @@ from levattn.attention.pruned.state import (
     PrunedState,
     all_of,
     arrays_of,
-    by_identity,
     converted,
     empty_part,
     picked,
@@ -277,28 +276,18 @@ def causal_attention(
             "mass of dropped keys"
         )
     pieces: list[Piece] = []
-    after = []
+    after: list[PrunedPart] = []
     own = call.with_arrays_of_caller(rule)
-    held, in_memory = ((), None) if state is None else (state.parts, state.in_memory if call.in_memory else None)
-    computed = in_memory or tuple(map(call.as_computed, held))
-    before_call = by_identity(computed, held)  # arrays that do not change need no conversion back
-    found: list[PrunedPart] = []
+    computed = () if state is None else call.parts_of(state)
     for part, rows, places in _parts(call, rule, state, computed):
         q, K, V, scores = call.taken(rows, places, places)
         arrays, part = _spread(own, part, factor, (q, K, V, scores), call.narrow, (certified, goes_on, silent))
         pieces.append((rows, places, arrays))
-        found.append(part)
-        if goes_on:
-            after.append(
-                converted(part, lambda X: before_call[id(X)][1] if id(X) in before_call else call.as_given(X))
-            )
+        after.append(part)
     Y, *bounds = [None] if silent else call.results(pieces)
     answer = [] if silent else [Y]
     if goes_on:
-        state = PrunedState(rule.slots, call.given.batch, rule, tuple(after))
-        if call.in_memory:
-            vars(state)["_in_memory"] = tuple(found)
-        answer.append(state)
+        answer.append(PrunedState(rule.slots, call.given.batch, rule, tuple(after), of_tensors=call.in_memory))
     if certified:
         ends = np.arange(call.q.shape[2]) + 1 + before
         most = ends if rule.epsilon is not None else np.where(ends <= rule.first, ends, rule.slots.total)
@@ -325,7 +314,8 @@ def _parts(
     if state.batch != call.given.batch:
         raise ValueError(f"state has batch {state.batch}; expected {call.given.batch}, the batch of the keys")
     first, (_, K, V, *_) = state.parts[0], call.given.stacks
-    held, came = _kinds(first.recent, first.recent_values), _kinds(K, V)
+    library = "torch" if state.of_tensors else None
+    held, came = _kinds(first.recent, first.recent_values, library), _kinds(K, V)
     if held != came:
         raise ValueError(f"state holds {held}, and K and V are {came}; expected the same")
     for rows, places, _ in call.groups():
@@ -338,9 +328,9 @@ def _parts(
     return found
 
 
-def _kinds(K: Any, V: Any) -> str:
-    """Describe the dtype, library and sizes of keys and values, for comparison and messages."""
-    library = namespace_of(K).__name__.removeprefix("array_api_compat.")
+def _kinds(K: Any, V: Any, library: str | None = None) -> str:
+    """Describe the dtype, library (that of the arrays, if None) and sizes of keys and values."""
+    library = library or namespace_of(K).__name__.removeprefix("array_api_compat.")
     dtype = str(K.dtype).rpartition(".")[2]
     return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
 

@@ -294,6 +294,6 @@ def _causal_call(
     else:
         rule, given = continued_rule(state, power), state.next_scores
     arrays = Q, K, V, given_scores(given, K) if rule.kind == "given" else None, None
-    held = () if state is None else state.in_memory or state.parts
+    held = () if state is None else state.parts
     call = PrunedCall.of(arrays, heads, mask, None, tied=True, held=held, certified=certified)
     return call, rule, check_scale(scale, Q.shape[-1]), state

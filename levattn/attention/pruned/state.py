@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,8 @@ class PrunedState:
         The options of selection and the arrays of the state, for later calls.
     next_scores : array of shape (..., G, T), optional
         Given scores of the positions of the next call.
+    of_tensors : bool
+        Whether the keys are tensors of torch in main memory. The arrays of the state are then arrays of numpy.
 
     Examples
     --------
@@ -90,6 +92,8 @@ class PrunedState:
     rule: SelectionRule
     parts: tuple[PrunedPart, ...]
     next_scores: Any = None
+    # tensors would be many small objects, which live long: they cut the memory that the layers of a model reuse
+    of_tensors: bool = False
 
     def with_scores(self, scores: Any) -> PrunedState:
         """Return this state with the scores of the next positions, if its selection goes by given scores.
@@ -112,15 +116,6 @@ class PrunedState:
         if self.rule.kind != "given":
             raise ValueError(f"scores were given, and the state selects by {self.rule.kind!r}; expected none")
         return replace(self, next_scores=scores)
-
-    @property
-    def in_memory(self) -> tuple[PrunedPart, ...] | None:
-        """The parts as arrays of numpy on the memory of the tensors, if the call that made the state knew them."""
-        return vars(self).get("_in_memory")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave these arrays out of copies and files, whose tensors have memory of their own."""
-        return {name: value for name, value in vars(self).items() if name != "_in_memory"}
 
     @property
     def positions(self) -> int:
@@ -193,15 +188,6 @@ def converted(part: PrunedPart, convert: Callable[[Any], Any]) -> PrunedPart:
     """Apply a function to all arrays of a part except `rows`."""
     rows = part.rows
     found: PrunedPart = mapped(part, lambda array: array if array is rows else convert(array))
-    return found
-
-
-def by_identity(one: Iterable[PrunedPart], other: Iterable[PrunedPart]) -> dict[int, tuple[Any, Any]]:
-    """Return the arrays of two lists of parts side by side, by the identity of the first."""
-    found: dict[int, tuple[Any, Any]] = {}
-    for parts in zip(one, other, strict=True):
-        for pair in zip(*map(arrays_of, parts), strict=True):
-            found[id(pair[0])] = pair
     return found
 
 

@@ -154,10 +154,12 @@ def _kept_by(state: PrunedState, rank: Any) -> tuple[Any, Any]:
     flags = torch.zeros((sequences * heads, rank.shape[1]), dtype=torch.bool, device=rank.device)
     counts = torch.zeros(sequences * heads, dtype=torch.int64, device=rank.device)
     for part in state.parts:
-        ranks, places = rank[torch.as_tensor(part.rows // heads, device=rank.device)], part.kept_places
+        ranks = rank[torch.as_tensor(part.rows // heads, device=rank.device)]
+        places = torch.as_tensor(part.kept_places, device=rank.device)
         there = places >= 0
         if part.kept_count is not None:
-            there = there & (torch.arange(places.shape[1], device=rank.device) < part.kept_count[:, None])
+            count = torch.as_tensor(part.kept_count, device=rank.device)
+            there = there & (torch.arange(places.shape[1], device=rank.device) < count[:, None])
         chosen = torch.zeros((len(ranks), part.positions + 1), dtype=torch.bool, device=rank.device)
         chosen.scatter_(1, places.where(there, torch.full_like(places, part.positions)), True)
         chosen[:, -1] = False
