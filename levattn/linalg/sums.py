@@ -18,7 +18,7 @@ from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
 
-_SAMPLED_FROM = 4 * BLOCK  # rows from which a sample decides whether sums may be float32
+_SAMPLED_FROM = 2 * BLOCK  # rows from which a sample decides whether sums may be float32
 _SAMPLE, ISOTROPIC = BLOCK // 8, 1.3  # rows of the sample, and the largest figure of `_isotropic` for float32
 SINGLE_SUMS = 4.0  # squared norm of the inverse up to which sums may be float32
 LONG = 16 * BLOCK  # rows from which one block decides which matrices are ill-conditioned: those whose
