@@ -22,7 +22,7 @@ from levattn._core.arrays import (
 )
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
-from levattn._core.types import Float64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
@@ -34,6 +34,19 @@ _TINY = 2.0**-960
 _LARGEST_LIFT = 2.0**1000  # under this factor no nonzero entry has a square of zero
 _ONE_THREAD = 1 << 18  # OpenBLAS computes products of up to so many multiplications in one thread
 _LEAST_BLOCK = 8  # rows of such a product; BLAS is slow with fewer
+
+
+@dataclass(eq=False)
+class Scored:
+    """Scores of the rows of a factor, (b, n), that were computed beside it, up to 1; only for matrices with a flag."""
+
+    scores: Any
+    flags: Flags
+
+    def take(self) -> tuple[Any, Flags]:
+        """Return the scores and flags, once: the caller may write to them."""
+        taken, self.scores = self.scores, None
+        return taken, self.flags
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ class Factor:
     wide : levattn.linalg.wide.Wide or None
         For keys with fewer rows than columns, the keys, and the columns that were factored in their place. `on`,
         `witness` and `normalizer` take and return rows and queries of all columns.
+    scored : Scored or None
+        Scores of the rows that are there already, for `leverage_scores`.
 
     Examples
     --------
@@ -101,6 +116,7 @@ class Factor:
     hidden: dict[int, Factor | None] = field(default_factory=dict)
     projection: Float64 | None = None
     wide: Wide | None = None
+    scored: Scored | None = None
 
     @property
     def _held_array(self) -> Any:
@@ -145,7 +161,7 @@ class Factor:
         """
         if self.wide is not None:
             rows = self.wide.picked(rows)
-        return replace(self, rows=replace(rows, shift=self.rows.shift, scale=self.rows.scale))
+        return replace(self, rows=replace(rows, shift=self.rows.shift, scale=self.rows.scale), scored=None)
 
     def item(self, index: int) -> Factor:
         """Return the factor of one matrix of the batch, as a batch of one.
@@ -176,6 +192,7 @@ class Factor:
             hidden={0: self.hidden[index]} if index in self.hidden else {},
             projection=None if self.projection is None else self.projection[one],
             wide=None if self.wide is None else self.wide.item(index),
+            scored=None,
         )
 
     def exactly(self) -> Factor:
@@ -187,7 +204,7 @@ class Factor:
             With no arithmetic in float32.
         """
         arithmetic: tuple[Arithmetic, ...] = tuple("double" if a == "single" else a for a in self.arithmetic)
-        return replace(self, arithmetic=arithmetic, product_error=np.zeros_like(self.product_error))
+        return replace(self, arithmetic=arithmetic, product_error=np.zeros_like(self.product_error), scored=None)
 
     @where_arrays_are
     def forget_keys(self) -> Factor:
@@ -200,7 +217,7 @@ class Factor:
         """
         b, _, d = self.rows.shape
         rows = replace(self.rows, keys=np.empty((b, 0, d)), mask=None, weights=None)
-        return replace(self, rows=rows, wide=None if self.wide is None else self.wide.held())
+        return replace(self, rows=rows, wide=None if self.wide is None else self.wide.held(), scored=None)
 
     @property
     def score_error(self) -> Float64:
@@ -255,10 +272,10 @@ class Factor:
                 "rows are scored against keys with fewer rows than columns; expected the rows of these keys"
             )
         ceiling = 1.0 if member else np.inf  # rounding may lift a score above 1
-        out = self.rows.zeros(as_float64=as_float64, written=True)
-        kinds, all_items = dict.fromkeys(self.arithmetic), np.arange(len(self.arithmetic))
-        for arithmetic in kinds:
-            items = all_items if len(kinds) == 1 else all_items[np.array(self.arithmetic) == arithmetic]
+        out, left = self._begun(as_float64, member)
+        arithmetics = np.array(self.arithmetic)[left]
+        for arithmetic in dict.fromkeys(arithmetics.tolist()):
+            items = left[arithmetics == arithmetic]
             if arithmetic == "compensated" and self.basis is not None and self.correction is not None:
                 W, basis = self.correction[items], self.basis[items]
             else:
@@ -285,6 +302,14 @@ class Factor:
                 self._set(out, item, ~live, 0.0)
                 counted[item] = False
         return out, counted
+
+    def _begun(self, as_float64: bool, member: bool) -> tuple[Any, Int64]:
+        """Return an array for the scores, and the numbers of the matrices whose scores it lacks."""
+        if self.scored is not None and not as_float64 and member and self.projection is None:
+            scores, flags = self.scored.take()
+            if scores is not None:
+                return scores, np.flatnonzero(~flags)
+        return self.rows.zeros(as_float64=as_float64, written=True), np.arange(len(self.arithmetic))
 
     @where_arrays_are
     def scores_of(self, X: Any, /) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +13,12 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows
 from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
 from levattn.linalg.dependent import factor_dependent
-from levattn.linalg.factor import Factor, column_norms, float64_rows
+from levattn.linalg.factor import Factor, Scored, column_norms, float64_rows
+from levattn.linalg.heads import SINGLE_PRODUCTS, heads_if_many, single_bound, single_error
 from levattn.linalg.preconditioned import (
     MOST_ROUNDS,
     ROUNDING,
@@ -34,7 +34,6 @@ from levattn.linalg.reading import require_finite
 from levattn.linalg.span import Relations, Span
 from levattn.linalg.sums import (
     NO_RIDGE,
-    SINGLE_SUMS,
     Ridge,
     factored_in_range,
     first_sums,
@@ -43,6 +42,9 @@ from levattn.linalg.sums import (
     moments_there,
     scaled_columns,
 )
+
+if TYPE_CHECKING:
+    from levattn._kernels.factor.heads import FactoredHeads
 
 # returns the moments of the keys of the listed matrices, (k,), each in its own basis, (k, d, d), on the device
 MomentsThere = Callable[[Int64, Any, Arithmetic], Any]
@@ -148,7 +150,6 @@ _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16"
 _SURE_COLUMNS = 48
 _TOGETHER, _ROOM = 64, 1 << 25  # matrices of a device side by side in main memory, and their entries anywhere at most
 _FEW_ROWS = 2  # rows per column up to which an ill-conditioned matrix is decomposed as a whole
-_SINGLE_PRODUCTS = 2.0**-17  # estimated relative error of scores up to which products are in float32
 _TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
 _TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
 _FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
@@ -181,6 +182,7 @@ class _Batch:
     found: dict[int, MatrixFactor] = field(default_factory=dict)
     spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, MatrixFactor | None] = field(default_factory=dict)
+    heads: FactoredHeads | None = None  # where W is that of these heads, but for matrices in `found`
 
     @classmethod
     def of(cls, rows: Rows, *, counts_null_directions: bool) -> _Batch:
@@ -204,19 +206,11 @@ class _Batch:
             self.found[item] = one
 
     def multiply_in_single(self, spreads: Float64, allowed: Flags) -> None:
-        """Let scores come from products in float32 where that is allowed and precise enough.
-
-        `spreads` (b,) are the sums of the squares of each W, for columns of unit norm.
-
-        Let columns be equilibrated, with moment H, and products k W be rounded like a random walk. They change a score
-        by about u √tr H⁻¹ at most. This holds because the largest ratio of Σ k_i² ‖W_i‖² to ‖k W‖² is at most Σ ‖W_i‖²
-        for H_ii = 1. Where two parts of a mean are subtracted, entries are rounded twice before; once by a weight.
-        """
+        """Let scores come from products in float32 where that is allowed and precise enough; see `single_error`."""
         if not allowed.any():
             return
-        roundings = 1 + 2 * (self.rows.shift is not None) + (self.rows.weights is not None)
-        error = kernels_for("gram", self.rows.keys).SINGLE_UNIT * np.sqrt(roundings * spreads)
-        chosen = allowed & (error <= _SINGLE_PRODUCTS)
+        error = single_error(self.rows, spreads)
+        chosen = allowed & (error <= SINGLE_PRODUCTS)
         self.product_error = np.where(chosen, error, 0.0)
         self.arithmetic = ["single" if ok else "double" for ok in chosen.tolist()]
 
@@ -233,7 +227,14 @@ class _Batch:
                 null_directions[item] = (found.null_directions, found.columns)
         hidden = {item: None if one is None else self._alone(item, one) for item, one in self.hidden.items()}
         figures = self.W, self.rank, self.error, tuple(self.arithmetic), self.product_error
-        return Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
+        made = Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
+        return made if self.heads is None else replace(made, scored=self._scored(self.heads))
+
+    def _scored(self, heads: FactoredHeads) -> Scored:
+        """Return the scores that were computed beside the factors that are the last ones."""
+        scored = heads.scored & np.array([one == heads.arithmetic for one in self.arithmetic])
+        scored[list(self.found)] = False
+        return Scored(heads.scores, scored)
 
     def _alone(self, item: int, found: MatrixFactor) -> Factor:
         """Return the result for one matrix as a factor by itself, without its keys and null directions."""
@@ -279,6 +280,7 @@ def factor_moments(
     ridge: Ridge = NO_RIDGE,
     rtol: float | None = None,
     single: Literal["no", "scores", "yes"] = "yes",
+    score: bool = False,
 ) -> Factor:
     """Factor the keys through their second moments.
 
@@ -288,14 +290,22 @@ def factor_moments(
 
     `single` allows float32 products nowhere, in the scores, or in the moments as well. They are used where the
     estimated error stays near the rounding of float32 scores.
+
+    `score` tells that the caller wants the scores of all keys, up to 1: they may be computed beside the factor.
     """
     b, n, d = rows.shape
     precision = rows.format if single == "yes" else "float64"  # normalizers need more than scores
     target, limit = _DOUBLE_ERROR[precision], _limit(precision, d)
     cut = rank_tolerance(d) if rtol is None else rtol
     short = rows.format != "float64"
-    G, quick, begun = first_sums(rows, target, single, plain=not ridge and rtol is None)
-    rows, G, quick, penalty, made = factored_in_range(rows, G, quick, target, ridge, short and single != "no")
+    narrow, plain = short and single != "no", not ridge and rtol is None
+    heads = heads_if_many(rows, target, cut, single) if score and plain else None
+    if heads is None:
+        G, quick, begun = first_sums(rows, target, single, plain=plain)
+        ready = None
+    else:
+        G, quick, begun, ready = heads.moments, heads.quick, {}, heads.inverses
+    rows, G, quick, penalty, made = factored_in_range(rows, G, quick, target, ridge, narrow, ready)
     bound = made.bound
     # whether no singular value can be below the cut, and moments are precise enough
     with np.errstate(over="ignore"):
@@ -304,14 +314,14 @@ def factor_moments(
     # float32 sums are rounded, or cut off by tensor cores
     error = np.where(quick, PLAIN_NOISE / UNIT * 2.0**-24, PLAIN_NOISE) * bound
     batch = _Batch(rows, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
-    if single != "no" and short:
-        least = math.inf if n >= BLOCK else SINGLE_SUMS
-        batch.multiply_in_single(made.spreads(), sound & (bound <= least))
-    batch.counts_null_directions = rtol is None and not ridge
+    batch.heads = heads if made is ready else None
+    if narrow:
+        batch.multiply_in_single(made.spreads(), sound & (bound <= single_bound(n)))
+    batch.counts_null_directions = plain
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~sound)
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
-    if len(hard) and batch.factor_sparse(G, target, single=single != "no" and short and n >= BLOCK):
+    if len(hard) and batch.factor_sparse(G, target, single=narrow and n >= BLOCK):
         return batch.factor()
     few = n <= _FEW_ROWS * d
     if on_cuda(G) and penalty is None and not few:

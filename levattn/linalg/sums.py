@@ -18,10 +18,10 @@ from levattn.linalg.accumulator import second_moments
 from levattn.linalg.preconditioned import ROUNDING, MomentsInBasis
 from levattn.linalg.reading import require_finite
 
-_SAMPLED_FROM = 4 * BLOCK  # rows from which a sample decides whether sums may be float32
-_SAMPLE, _ISOTROPIC = BLOCK // 8, 1.3  # rows of the sample, and the largest figure of `_isotropic` for float32
+_SAMPLED_FROM = 2 * BLOCK  # rows from which a sample decides whether sums may be float32
+_SAMPLE, ISOTROPIC = BLOCK // 8, 1.3  # rows of the sample, and the largest figure of `_isotropic` for float32
 SINGLE_SUMS = 4.0  # squared norm of the inverse up to which sums may be float32
-_PIECE_FROM = 16 * BLOCK  # rows from which one block decides which matrices are ill-conditioned: those whose
+LONG = 16 * BLOCK  # rows from which one block decides which matrices are ill-conditioned: those whose
 _HARD = 4.0  # squared norm of the inverse is so many times the limit or more, but less than
 _RESOLVED = 2.0**46  # this bound, above which the block may lack a direction of the keys
 _RANGE = 2.0**-80, 2.0**110  # of squares in float32, for each row
@@ -85,15 +85,18 @@ def _plain_moments(rows: Rows, items: list[int], quick: npt.NDArray[np.bool_]) -
     return G
 
 
-def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
-    """Return which matrices have rows in the middle that are about as long in every direction, (b,).
+def _isotropic(sample: Rows) -> npt.NDArray[np.bool_]:
+    """Return which matrices have a sample of rows that are about as long in every direction, (b,).
 
     With columns scaled to unit norm and the moment C of m rows, ‖C‖²/d − d/m is about 1 for such rows. Keys of real
     heads have a mean and preferred directions, and were at 1.5 to 9.
     """
-    _, n, d = rows.shape
-    start = n // 2 // BLOCK * BLOCK
-    G = moments_of_items(rows.between(start, start + _SAMPLE), range(rows.shape[0]), arithmetic="single")
+    d = sample.shape[2]
+    if isinstance(sample.keys, np.ndarray):
+        from levattn._kernels.gram.cpu import unevenness  # keys are in main memory
+
+        return np.asarray(unevenness(sample) <= ISOTROPIC)
+    G = moments_of_items(sample, range(sample.shape[0]), arithmetic="single")
     xp = array_namespace(G)  # from a device come b figures, not b moments
     with np.errstate(all="ignore"):  # matrices that are not finite are not isotropic
         diagonal = G.diagonal(axis1=1, axis2=2)
@@ -103,7 +106,7 @@ def _isotropic(rows: Rows) -> npt.NDArray[np.bool_]:
         else:  # threads of BLAS would go on spinning beside the pass of moments
             weighted = np.einsum("bij,bj->bi", np.square(G), inverse)
         squares = to_numpy((inverse * weighted).sum(axis=1))
-    return np.asarray(squares / d - d / _SAMPLE <= _ISOTROPIC)
+    return np.asarray(squares / d - d / _SAMPLE <= ISOTROPIC)
 
 
 def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int, tuple[Float64, Float64, Float64]]:
@@ -134,6 +137,16 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
     return found
 
 
+def sampled_rows(rows: Rows, single: str) -> tuple[int, int]:
+    """Return the rows, from and to, that decide whether sums may be float32; none where they may not."""
+    n = rows.shape[1]
+    # sums of sparse keys cost the same in float64
+    if single != "yes" or rows.format == "float64" or n < _SAMPLED_FROM or isinstance(rows.keys, Csr):
+        return 0, 0
+    start = n // 2 // BLOCK * BLOCK
+    return start, start + _SAMPLE
+
+
 def first_sums(
     rows: Rows, target: float, single: str, *, plain: bool
 ) -> tuple[Any, npt.NDArray[np.bool_], dict[int, tuple[Float64, Float64, Float64]]]:
@@ -142,11 +155,9 @@ def first_sums(
     plain: whether there is no ridge and the rank tolerance is the usual one.
     """
     b, n, d = rows.shape
-    short = rows.format != "float64"
-    # a sample decides whether sums may be float32; sums of sparse keys cost the same in float64
-    may_be_quick = single == "yes" and short and n >= _SAMPLED_FROM and not isinstance(rows.keys, Csr)
-    quick = _isotropic(rows) if may_be_quick else np.zeros(b, np.bool_)
-    may_begin = plain and n >= _PIECE_FROM and isinstance(rows.keys, np.ndarray) and not quick.all()
+    sample = sampled_rows(rows, single)
+    quick = _isotropic(rows.between(*sample)) if sample[1] else np.zeros(b, np.bool_)
+    may_begin = plain and n >= LONG and isinstance(rows.keys, np.ndarray) and not quick.all()
     begun = _begun(rows, target, quick) if may_begin else {}
     rest = [item for item in range(b) if item not in begun]
     G = _plain_moments(rows, rest, quick)
@@ -158,6 +169,12 @@ def first_sums(
     return G, quick, begun
 
 
+def range_of_squares(rows: Rows, narrow: bool) -> tuple[float, float]:
+    """Return the least and the largest diagonal entry of moments that need no scale, in float32 if `narrow`."""
+    low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
+    return low * max(rows.shape[1], 1), high
+
+
 def _in_range(
     rows: Rows, G: Any, extremes: tuple[Float64, Float64], quick: npt.NDArray[np.bool_], narrow: bool
 ) -> tuple[Rows, Any]:
@@ -166,8 +183,7 @@ def _in_range(
     The scale is a power of two for each column, so it changes no rounding; it is 1 for ordinary keys. `narrow` selects
     the range of float32, for products in float32. `extremes` are the extremes of the diagonals of G.
     """
-    low, high = _RANGE if narrow else (2.0**-900, 2.0**1000)
-    low *= max(rows.shape[1], 1)
+    low, high = range_of_squares(rows, narrow)
     if extremes[0].min(initial=high) >= low and extremes[1].max(initial=low) <= high:
         return rows, G
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
@@ -184,12 +200,21 @@ def _in_range(
 
 
 def factored_in_range(
-    rows: Rows, G: Any, quick: npt.NDArray[np.bool_], target: float, ridge: Ridge, narrow: bool
+    rows: Rows,
+    G: Any,
+    quick: npt.NDArray[np.bool_],
+    target: float,
+    ridge: Ridge,
+    narrow: bool,
+    made: Inverses | None = None,
 ) -> tuple[Rows, Any, npt.NDArray[np.bool_], Float64 | None, Inverses]:
-    """Return the rows in range, their moments, which of them are still `quick`, the ridge penalty, and the factors."""
+    """Return the rows in range, their moments, which of them are still `quick`, the ridge penalty, and the factors.
+
+    `made` are the factors of G with the limits of these sums, where they are there already.
+    """
     b, _, d = rows.shape
-    limits = np.where(quick, SINGLE_SUMS, target / ROUNDING)
-    made, penalty = FACTOR.inverse_cholesky(G, limit=limits), None
+    limits, penalty = np.where(quick, SINGLE_SUMS, target / ROUNDING), None
+    made = FACTOR.inverse_cholesky(G, limit=limits) if made is None else made
     rows, sums = _in_range(rows, G, made.extremes(), quick, narrow)
     if ridge:
         scale = np.ones((b, d)) if rows.scale is None else rows.scale

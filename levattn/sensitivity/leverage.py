@@ -78,7 +78,8 @@ def factorize(
     if method in ("qr", "svd"):
         factor = factor_qr(rows, method=method, ridge=ridge, rtol=rtol)
     else:
-        factor = factor_moments(rows, ridge=ridge, rtol=rtol, single=single if method == "auto" else "no")
+        single = single if method == "auto" else "no"
+        factor = factor_moments(rows, ridge=ridge, rtol=rtol, single=single, score=scores_only)
     if wide is None:
         return factor
     return replace(factor, wide=wide, rank=np.where(wide.independent, np.sum(wide.columns >= 0, axis=1), factor.rank))

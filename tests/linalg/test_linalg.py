@@ -350,7 +350,7 @@ def _long_keys(kind: str) -> Any:
 @pytest.mark.parametrize("power", [-44, -40, -38, -36, -34, 48])
 def test_a_first_basis_and_a_scale_do_not_meet(power: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns whose squares hardly have the range of float32 are scaled, and then all is found under that scale."""
-    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "LONG", LONG)
     keys = (_long_keys("all alike") * 2.0**power).astype("f4")
     exact = naive.leverage_exact(keys.astype(float))
     for single in ("scores", "yes"):
@@ -360,7 +360,7 @@ def test_a_first_basis_and_a_scale_do_not_meet(power: int, monkeypatch: pytest.M
 
 def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the first of 2048 rows in the middle say so, and the others are ill-conditioned."""
-    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "LONG", LONG)
     keys, rng = _long_keys("all alike").astype("f4"), np.random.default_rng(0)
     keys[LONG // 2 : LONG // 2 + moment_sums._SAMPLE] = (
         rng.standard_normal((moment_sums._SAMPLE, keys.shape[1])) * 1e-7
@@ -387,7 +387,7 @@ def test_keys_that_a_few_rows_call_isotropic_have_the_same_bits_beside_others(mo
 )
 def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is like the other rows or not; beside a neighbor that needs none, and on the way without it."""
-    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "LONG", LONG)
     keys = _long_keys(kind)
     neighbor = np.random.default_rng(4).standard_normal(keys.shape)
     both = Rows(np.stack([keys, neighbor]), "float64")
@@ -395,7 +395,7 @@ def test_a_first_basis_from_one_block_changes_no_score(kind: str, monkeypatch: p
     assert np.array_equal(scores[0], factor_moments(both.item(0), single="no").scores(numerical=True)[0][0])
     np.testing.assert_allclose(scores[0], naive.leverage_exact(keys), rtol=1e-10, atol=1e-20)
     np.testing.assert_allclose(scores[1], naive.leverage_svd(neighbor), rtol=1e-12)
-    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG + 1)
+    monkeypatch.setattr(moment_sums, "LONG", LONG + 1)
     before = np.asarray(factor_moments(both, single="no").scores(numerical=True)[0])
     np.testing.assert_allclose(scores, before, rtol=1e-10)
 
@@ -412,7 +412,7 @@ def test_a_block_that_lacks_a_direction_gives_no_basis(kind: str, center: bool) 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_are_not_finite_are_named_behind_a_first_basis(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moment_sums, "_PIECE_FROM", LONG)
+    monkeypatch.setattr(moment_sums, "LONG", LONG)
     keys = _long_keys("all alike")
     keys[11, 3] = bad
     with pytest.raises(levattn.NonFiniteError, match="11"):

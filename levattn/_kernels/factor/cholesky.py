@@ -10,6 +10,7 @@ from levattn._kernels.scratch import clear, empty, zeros
 
 STEP = 8  # inner loops begin and end at multiples of this, so that they run over whole vectors
 _LANES = VECTOR_BYTES // 8
+POWER_STEPS = 30  # of power iteration, as in `norms`
 
 
 @helper
@@ -76,9 +77,12 @@ def _subtract_four(source, row, first, width, a, b, c, e, into):
 
 @helper
 def _invert(at, d, width, c, to, sums, factor):
-    """Write the inverse of the triangle R at `at` to zeros at `to`; return the product of its 1- and ∞-norms."""
+    """Write the inverse of the triangle R at `at` to zeros at `to`.
+
+    Return the product of its 1- and ∞-norms, and the sum of its squares.
+    """
     R, inverse = as_pointer(at, 0.0), as_pointer(to, 0.0)
-    tallest = 0.0
+    tallest, squares = 0.0, 0.0
     for i in range(d - 1, -1, -1):
         if not c[i] > 0:
             continue
@@ -99,24 +103,56 @@ def _invert(at, d, width, c, to, sums, factor):
         for j in range(i, d):
             size = abs(inverse[row + j])
             total += size
+            squares += size * size
             sums[j] += size
         tallest = larger(tallest, total)
     widest = 0.0
     for j in range(d):
         widest = larger(widest, sums[j])
-    return tallest * widest
+    return tallest * widest, squares
 
 
-@jit
-def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
-    """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
+@helper
+def _squared_norm(at, d, width, x, y, factor):
+    """Return the squared 2-norm of the upper triangle at `at`, to a few per cent, by power iteration.
 
-    W becomes D⁻¹ times the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``. `pivot` becomes
-    the smallest pivot, and `inverse_norm_bound` the product of the 1- and ∞-norms of R⁻¹. See `FactorKernels`.
+    The lower triangle holds zeros. x and y are room for `width` numbers, and `factor` for one.
     """
+    A = as_pointer(at, 0.0)
+    size = 0.0
+    for j in range(width):
+        x[j] = np.cos((j + 1.0) ** 2) if j < d else 0.0
+    for _ in range(POWER_STEPS):
+        clear(y, 0, width)  # becomes −AᵀAx
+        for i in range(d):
+            row, left = i * width, i // STEP * STEP
+            a = b = c = e = 0.0  # sums side by side, as one sum would wait for each term
+            for j in range(left, width, 4):
+                a += A[row + j] * x[j]
+                b += A[row + j + 1] * x[j + 1]
+                c += A[row + j + 2] * x[j + 2]
+                e += A[row + j + 3] * x[j + 3]
+            factor[0] = (a + b) + (c + e)
+            combine(factor, at + 8 * (row + left), address(factor), width - left, address(y) + 8 * left, 3)
+        before = after = 0.0
+        for j in range(d):
+            before += x[j] * x[j]
+            after += y[j] * y[j]
+        if after == 0:
+            return 0.0
+        size = np.sqrt(after / before)
+        for j in range(d):
+            x[j] = y[j] / np.sqrt(after)
+    return size
+
+
+@helper
+def factor_items(G, shift, limits, first, last, W, figures):
+    """See `cholesky_tasks`."""
     d = G.shape[1]
     width = (d + STEP - 1) // STEP * STEP
     R, inverse = zeros(0.0, (d, width)), empty(0.0, (d, width))
+    x, y = empty(0.0, (width,)), empty(0.0, (width,))
     c, scale, sums, factor = empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (d,)), empty(0.0, (1,))
     for s in range(first, last):
         for i in range(d):
@@ -128,13 +164,27 @@ def cholesky_tasks(G, shift, first, last, W, pivot, inverse_norm_bound):
             combine(R, source + i * 8 * d, address(scale) + i * 8, d, at + i * step, 2)
             combine(R, at + i * step, address(scale), d, at + i * step, 1)
             R[i, i] = 1.0 + shift  # the square of a rounded root may differ from it
-        pivot[s] = factor_upper(at, d, width, c, factor, 0.0)
-        inverse_norm_bound[s] = np.inf
-        if pivot[s] > 0:
+        figures[0, s] = factor_upper(at, d, width, c, factor, 0.0)
+        figures[1, s], figures[2, s] = np.inf, 0.0
+        if figures[0, s] > 0:
             clear(inverse, 0, d * width)
             clear(sums, 0, d)
             to = address(inverse)
-            inverse_norm_bound[s] = _invert(at, d, width, c, to, sums, factor)
+            bound, figures[2, s] = _invert(at, d, width, c, to, sums, factor)
+            if limits[s] < bound < np.inf:
+                bound = smaller(bound, _squared_norm(to, d, width, x, y, factor))
+            figures[1, s] = bound
             target = address(W) + s * W.strides[0]
             for i in range(d):
                 combine(R, to + i * step, address(scale) + i * 8, d, target + i * 8 * d, 2)
+
+
+@jit
+def cholesky_tasks(G, shift, limits, first, last, W, figures):
+    """Factor ``G[first:last]`` (float64, symmetric) after scaling each diagonal to one.
+
+    W becomes D⁻¹ times the inverse of the upper-triangular factor R of ``D⁻¹GD⁻¹ + shift I = RᵀR``. The `figures`
+    (3, b) become the smallest pivot, the product of the 1- and ∞-norms of R⁻¹, and the sum of the squares of R⁻¹.
+    Where the second is above its limit, the squared norm of R⁻¹ replaces it, if that is less. See `FactorKernels`.
+    """
+    factor_items(G, shift, limits, first, last, W, figures)

@@ -15,10 +15,13 @@ from levattn._kernels.tasks import share
 
 
 @dataclass(frozen=True, eq=False)
-class _Inverses:
+class CpuInverses:
+    """See the protocol `Inverses`; `begun` are factors and figures that other kernels have made already."""
+
     G: Float64
     shift: float
     limit: Float64 | float | None
+    begun: tuple[Float64, Float64] | None = None
 
     @property
     def W(self) -> Float64:  # noqa: N802
@@ -28,28 +31,32 @@ class _Inverses:
     @property
     def pivot(self) -> Float64:
         """The smallest pivot."""
-        return self._made[1]
+        return np.asarray(self._made[1][0])
 
     @property
     def bound(self) -> Float64:
         """Bounds of the squared norms."""
-        return self._made[2]
+        return np.asarray(self._made[1][1])
 
     @cached_property
-    def _made(self) -> tuple[Float64, Float64, Float64]:
-        """The factors and their figures, computed on first use."""
-        G, shift, limit = self.G, self.shift, self.limit
-        W = np.zeros_like(G)
-        pivot, bound = np.empty(len(G)), np.empty(len(G))
+    def _made(self) -> tuple[Float64, Float64]:
+        """The factors, and their figures: pivots, bounds and spreads; computed on first use."""
+        if self.begun is not None:
+            return self.begun
+        G, shift = self.G, self.shift
+        W, figures = np.zeros_like(G), np.empty((3, len(G)))
+        limits = np.full(len(G), np.inf if self.limit is None else self.limit)
         if G.shape[1] >= LAPACK_COLUMNS:
-            lapack_cholesky(G, shift, W, pivot, bound)
+            lapack_cholesky(G, shift, W, figures[0], figures[1])
+            figures[1] = sharpened(figures[1], W, G, limits)
+            figures[2] = ((W * W).sum(axis=2) * G.diagonal(axis1=1, axis2=2)).sum(axis=1)
         else:
             share(
-                lambda first, last: cholesky_tasks(G, shift, first, last, W, pivot, bound),
+                lambda first, last: cholesky_tasks(G, shift, limits, first, last, W, figures),
                 len(G),
                 float(len(G)) * G.shape[1] ** 3,
             )
-        return W, pivot, bound if limit is None else sharpened(bound, W, G, limit)
+        return W, figures
 
     def ranks(self) -> Int64:
         """Return the number of columns that are not left out."""
@@ -61,7 +68,7 @@ class _Inverses:
 
     def spreads(self) -> Float64:
         """Return the sum of the squares of W for equilibrated columns."""
-        return np.asarray(((self.W * self.W).sum(axis=2) * self.G.diagonal(axis1=1, axis2=2)).sum(axis=1))
+        return np.asarray(self._made[1][2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +102,9 @@ class _Rebased:
         return [c[:, None] * W for W, c in zip(self.W, self.sizes, strict=True)]
 
 
-def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> _Inverses:
+def inverse_cholesky(G: Float64, shift: float = 0.0, *, limit: Float64 | float | None = None) -> CpuInverses:
     """Factor small matrices, on first use of the result."""
-    return _Inverses(np.ascontiguousarray(G), shift, limit)
+    return CpuInverses(np.ascontiguousarray(G), shift, limit)
 
 
 def rebased(H: Float64, sizes: Float64, bases: Float64 | None, shift: float, accepted: float) -> _Rebased:

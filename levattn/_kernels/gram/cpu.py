@@ -13,6 +13,7 @@ from levattn._core.types import Float64, Int64
 from levattn._kernels.gram.beside import moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
+from levattn._kernels.gram.sample import sample_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pairwise import pairwise_sum
@@ -96,7 +97,8 @@ def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
     return 2 + max(0, -(-longest // unit) - 1).bit_length()
 
 
-def _unit(d: int) -> int:
+def unit_of(d: int) -> int:
+    """Return the number of rows that are summed before sums are combined in pairs."""
     return _SHORT if d <= _NARROW else BLOCK
 
 
@@ -114,7 +116,7 @@ def longest_run(rows: Rows, items: int) -> int:
 def shares_blocks(rows: Rows, items: int) -> bool:
     """Tell whether threads share halves of blocks, because there are few blocks; the sums stay the same."""
     threads = num_threads()
-    return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and _unit(rows.shape[2]) < BLOCK
+    return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and unit_of(rows.shape[2]) < BLOCK
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
@@ -129,7 +131,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
-    unit = _unit(d) if basis is None else BLOCK
+    unit = unit_of(d) if basis is None else BLOCK
     levels = levels_of(pieces, unit)
     work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
@@ -144,6 +146,20 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     with digested(rows, view, every):
         share(body, len(pieces), work)
     return out[:, :d, :d]
+
+
+def unevenness(rows: Rows) -> Float64:
+    """Return how uneven the directions of a few rows of each matrix are, (b,), by sums in float32.
+
+    With columns scaled to unit norm and the moment C of m rows, it is ‖C‖²/d − d/m.
+    """
+    b, n, d = rows.shape
+    X = scratch_like(d, "single")
+    width = X.shape[1]
+    view, sums, found = view_of(rows, X.dtype), np.empty((b, width, width)), np.empty(b)
+    samples = np.array([[0, item, 0, n] for item in range(b)], np.int64)
+    share(lambda *run: sample_tasks(view, X, 2, d, samples, *run, sums, found), b, float(b) * n * d * d)
+    return found
 
 
 def sqnorms(
@@ -194,7 +210,7 @@ def moments_and_sqnorms(
         sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
         return moments(rows, pieces)
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
-    width, unit = X.shape[1], _unit(d)
+    width, unit = X.shape[1], unit_of(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
     panels, levels = _panels(W, Y), levels_of(pieces, unit)

@@ -19,17 +19,30 @@ SCORE_SLAB = SLAB // SCORE_ROWS * SCORE_ROWS
 
 
 @helper
-def pack_panels(W, X):
-    """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
+def panels_of(X):
+    """Return zeros for the panels of one matrix (1, count, columns, width), in the precision of X."""
     width = SCORE_VECTORS * (VECTOR_BYTES // X.itemsize)
-    d, columns = W.shape[0], X.shape[1]
-    panels = zeros(X, ((columns + width - 1) // width, columns, width))
+    columns = X.shape[1]
+    return zeros(X, (1, (columns + width - 1) // width, columns, width))
+
+
+@helper
+def write_panels(W, panels):
+    """Write the columns of W (padded with zeros) to panels (count, columns, width)."""
+    width, d = panels.shape[2], W.shape[0]
     for p in range(panels.shape[0]):
         low = p * width
         high = smaller(low + width, d)
         for i in range(high):
             for j in range(larger(low, i), high):
                 panels[p, i, j - low] = W[i, j]
+
+
+@helper
+def pack_panels(W, X):
+    """Return the columns of W (padded with zeros) as panels of a tile's width, in the precision of X."""
+    panels = panels_of(X)[0]
+    write_panels(W, panels)
     return panels
 
 
