@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._core.types import Flags, Float64
+from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, PairwiseSum, Pieces, Rows
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
@@ -98,10 +98,10 @@ class DoubleDouble:
     def _held_array(self) -> Any:
         return self.high
 
-    @property
+    @cached_property
     def diagonal(self) -> Float64:
         """The diagonals of the moments, (b, d), in main memory."""
-        return diagonals(self.high) if self.known is None else self.known
+        return diagonals(self.high).copy() if self.known is None else self.known
 
     def in_main_memory(self) -> DoubleDouble:
         """Return these moments in main memory."""
@@ -119,7 +119,7 @@ class DoubleDouble:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, in main memory."""
-        return dict(vars(self.in_main_memory()))
+        return {name: value for name, value in vars(self.in_main_memory()).items() if name != "diagonal"}
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
         """Return the sum, in twofold arithmetic for items with two parts in either moment."""
@@ -233,6 +233,7 @@ class GramAccumulator:
         self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed in it
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was last estimated
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before the next estimate
+        self._largest: Float64 = np.zeros((b, d))  # and so the diagonal then; a column that was zero says nothing yet
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
@@ -275,20 +276,16 @@ class GramAccumulator:
         first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
         longest = min(cpu.longest_run(rows, b), _PIECE_LEVEL)
-        runs, pieces = _runs_of(first, n // BLOCK, longest, cpu.shares_blocks(rows, b))
-        listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
-        listed[:, :, :2] = np.arange(b)[:, None, None]
-        listed[:, :, 2:] = pieces
-        parts = cpu.moments_and_sqnorms(self.scaled(rows), listed.reshape(-1, 4), scored, W, out, arithmetic)
-        parts, terms, place = parts.reshape(b, len(pieces), d, d), {}, 0
-        for at, level, count in runs:
-            sums, place = parts[:, place : place + count], place + count
-            with np.errstate(over="ignore", invalid="ignore"):
-                while sums.shape[1] > 1:
-                    sums = sums[:, ::2] + sums[:, 1::2]
-            # a view would keep the sums of all runs
-            terms[at, level] = DoubleDouble.plain(sums[:, 0].copy() if count < len(pieces) else sums[:, 0])
-        return terms
+        runs, pieces, groups = _runs_of(first, n // BLOCK, longest, cpu.shares_blocks(rows, b))
+        if b != 1:
+            items = np.arange(b)[:, None, None]
+            groups = (groups + len(pieces) * items * (1, 0)).reshape(-1, 2)
+            pieces = (pieces + items * (1, 1, 0, 0)).reshape(-1, 4)
+        parts = cpu.moments_and_sqnorms(self.scaled(rows), pieces, groups, scored, W, out, arithmetic)
+        parts = parts.reshape(b, len(runs), d, d)
+        # a view would keep the sums of all runs
+        alone = [parts[:, 0]] if len(runs) == 1 else [parts[:, i].copy() for i in range(len(runs))]
+        return dict(zip(runs, map(DoubleDouble.plain, alone), strict=True))
 
     def _terms_at_once(self, rows: Rows) -> Terms:
         """Return the moments of all runs of rows on a CUDA device that `add` will sum, with one wait.
@@ -340,11 +337,9 @@ class GramAccumulator:
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(part.diagonal for _, part in sorted(blocks.levels.items()))
-        with np.errstate(over="ignore", invalid="ignore"):  # a column that was zero says nothing yet
-            largest = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
-        due = self.double_double | ~(diagonal <= largest).all(axis=1)
-        errors = None
-        if due.any():
+        errors, within = None, diagonal <= self._largest
+        if not within.all() or self.double_double.any():
+            due = self.double_double | ~within.all(axis=1)
             if level:
                 return False
             errors = self._settle(blocks, term, run, due)
@@ -396,10 +391,15 @@ class GramAccumulator:
         settled = due & (errors <= SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
-        self.settled = np.where(settled[:, None], total.diagonal, self.settled)
+        self._set_room(np.where(settled[:, None], total.diagonal, self.settled))
         self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
         return None if twofold.any() else np.where(due, errors, np.inf)
+
+    def _set_room(self, settled: Float64) -> None:
+        """Set the diagonal at the last estimate, after which the sum has `room`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.settled, self._largest = settled, np.where(settled > 0, settled * self.room[:, None], 0.0)
 
     def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -431,7 +431,7 @@ class GramAccumulator:
         change = exponents - self.exponents
         self._move(lambda part: part.scaled(change))
         self.merged = None if self.merged is None else self.merged.scaled(change)
-        self.settled = np.ldexp(self.settled, -2 * change)
+        self._set_room(np.ldexp(self.settled, -2 * change))
         self.exponents = exponents
 
     @where_arrays_are
@@ -510,8 +510,8 @@ class GramAccumulator:
         self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
         self.double_double = shaped(arrays["wide"], np.bool_, (b,))
-        self.settled = shaped(arrays["settled"], np.float64, (b, d))
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
+        self._set_room(shaped(arrays["settled"], np.float64, (b, d)))
         terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
@@ -555,12 +555,12 @@ def _level(first: int, left: int, longest: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[tuple[int, int, int]], Any]:
-    """Return the runs of so many blocks after `first`, by first row, level and pieces, and the rows of all pieces.
+def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[tuple[int, int]], Pieces, Int64]:
+    """Return the runs of so many blocks after `first`, by first row and level, and their pieces for the first matrix.
 
-    halves: whether threads share blocks.
+    The pieces of each run follow as its first piece and their number. halves: whether threads share blocks.
     """
-    runs, pieces, at = [], [], 0
+    runs, pieces, groups, at = [], [], [], 0
     while at < blocks:
         level = _level(first + at, blocks - at, _LEVEL)
         if halves:
@@ -568,7 +568,8 @@ def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[
             mine = [(low, low + size) for low in range(0, BLOCK << level, size)]
         else:
             mine = pieces_of(BLOCK << level, longest)[0]
-        pieces += [(at * BLOCK + low, at * BLOCK + high) for low, high in mine]
-        runs.append((at * BLOCK, level, len(mine)))
+        groups.append((len(pieces), len(mine)))
+        pieces += [(0, 0, at * BLOCK + low, at * BLOCK + high) for low, high in mine]
+        runs.append((at * BLOCK, level))
         at += 1 << level
-    return runs, np.array(pieces)
+    return runs, np.array(pieces), np.array(groups)

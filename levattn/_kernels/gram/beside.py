@@ -5,7 +5,7 @@ from __future__ import annotations
 from levattn._kernels.gram.moments import sum_tasks
 from levattn._kernels.gram.squares import score_tasks
 from levattn._kernels.jit import jit
-from levattn._kernels.llvm import address, taken
+from levattn._kernels.llvm import address, as_pointer, taken
 
 
 @jit
@@ -21,3 +21,21 @@ def moment_and_sqnorm_tasks(view, X, block, levels, sums, scored, panels, Y, cei
             break
         sum_tasks(view, X, block, levels, tasks, t, t + 1, sums)
         score_tasks(scored, panels, Y, tasks, t, t + 1, ceiling, scores)
+
+
+@jit
+def add_in_pairs(sums, groups):
+    """Add up matrices in pairs, pairs of pairs, and so on, for each of the groups (first, number), into its first.
+
+    Each number is a power of two.
+    """
+    size = sums.shape[1] * sums.shape[2]
+    for g in range(len(groups)):
+        apart, count = 1, groups[g, 1]
+        while apart < count:
+            for i in range(groups[g, 0], groups[g, 0] + count, 2 * apart):
+                target = as_pointer(address(sums) + i * sums.strides[0], sums)
+                term = as_pointer(address(sums) + (i + apart) * sums.strides[0], sums)
+                for k in range(size):
+                    target[k] += term[k]
+            apart *= 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from levattn._core.threads import num_threads
 from levattn._core.types import Float64, Int64
-from levattn._kernels.gram.beside import moment_and_sqnorm_tasks
+from levattn._kernels.gram.beside import add_in_pairs, moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
@@ -92,7 +92,10 @@ def _panels(W: Float64, X: Any) -> Any:
 
 def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
     """Return the number of partial sums that the longest piece holds while sums of `unit` rows are paired."""
-    longest = max((stop - start for _, _, start, stop in pieces.tolist()), default=0)
+    return _levels(max((stop - start for _, _, start, stop in pieces.tolist()), default=0), unit)
+
+
+def _levels(longest: int, unit: int) -> int:
     return 2 + max(0, -(-longest // unit) - 1).bit_length()
 
 
@@ -183,29 +186,34 @@ def sqnorms(
 
 
 def moments_and_sqnorms(
-    rows: Rows, pieces: Pieces, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic
+    rows: Rows, pieces: Pieces, groups: Int64, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic
 ) -> Float64:
-    """Return the second moment of each piece's rows, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
+    """Return the second moments of groups of pieces, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
 
-    A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items.
+    A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items. The pieces
+    of a group (first, number) are added in pairs; the number is a power of two.
     """
     d = rows.shape[2]
     if d >= BLAS_COLUMNS:
         sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
-        return moments(rows, pieces)
+        sums = moments(rows, pieces)
+        add_in_pairs(sums, groups)
+        return sums[groups[:, 0]]
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
     width, unit = X.shape[1], _unit(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
-    panels, levels = _panels(W, Y), levels_of(pieces, unit)
+    panels, lengths = _panels(W, Y), pieces[:, 3] - pieces[:, 2]
+    levels = _levels(int(lengths.max(initial=0)), unit)
 
     summed, written = (view, X, unit, levels, sums), (view_scored, panels, Y, math.inf, target)
 
     def body(place: Int64, most: int) -> None:
         moment_and_sqnorm_tasks(*summed, *written, pieces, place, most)
 
-    share_one_by_one(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
-    return sums[:, :d, :d]
+    share_one_by_one(body, len(pieces), 2 * float(lengths.sum()) * d * d)
+    add_in_pairs(sums, groups)
+    return sums[groups[:, 0], :d, :d]
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from levattn._core.types import Float64
 from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.records import address_of
 from levattn._kernels.rows import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.compiled import DIGEST, view_of
 from levattn._kernels.rows.definition import summed_in_pairs
@@ -98,4 +99,4 @@ def copied_finite(source: Any, target: Any) -> bool:
         return False
     if not (row == target_row == d * size and column == target_column == size):
         return False
-    return bool(copy_items(like, source.ctypes.data, step, target.ctypes.data, target_step, b, m * d))
+    return bool(copy_items(like, address_of(source), step, address_of(target), target_step, b, m * d))
