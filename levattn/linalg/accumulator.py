@@ -26,15 +26,17 @@ LARGEST_EXPONENT = 1024  # of the scale of a column
 Exponents = npt.NDArray[np.int32]
 
 
-def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
+def pieces_of(n: int, longest: int, shares: int = 1) -> tuple[list[tuple[int, int]], list[int]]:
     """Split `n` rows into runs of 2^j blocks each, with j at most `longest`.
 
-    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1.
+    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1. A run is at
+    most one of so many `shares` of the blocks that are left.
     """
     whole = n // BLOCK
     runs, levels, at = [], [], 0
     while at < whole:
-        level = min(longest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
+        most = max(1, (whole - at) // shares)
+        level = min(longest, most.bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
         runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
         levels.append(level)
         at += 1 << level
@@ -53,7 +55,7 @@ def second_moments(
     there.
     """
     _, n, d = rows.shape
-    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)))
+    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)), GRAM.shares(rows, len(items)))
     listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
@@ -275,8 +277,7 @@ class GramAccumulator:
         b, n, d = rows.shape
         first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
-        longest = min(cpu.longest_run(rows, b), _PIECE_LEVEL)
-        runs, pieces, groups = _runs_of(first, n // BLOCK, longest, cpu.shares_blocks(rows, b))
+        runs, pieces, groups = _runs_of(first, n // BLOCK, cpu.shares(rows, b), cpu.unit_of(d))
         if b != 1:
             items = np.arange(b)[:, None, None]
             groups = (groups + len(pieces) * items * (1, 0)).reshape(-1, 2)
@@ -555,21 +556,25 @@ def _level(first: int, left: int, longest: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[tuple[int, int]], Pieces, Int64]:
+def _runs_of(first: int, blocks: int, shares: int, unit: int) -> tuple[list[tuple[int, int]], Pieces, Int64]:
     """Return the runs of so many blocks after `first`, by first row and level, and their pieces for the first matrix.
 
-    The pieces of each run follow as its first piece and their number. halves: whether threads share blocks.
+    The pieces of each run follow as its first piece and their number. A piece has at least `unit` rows, but at most one
+    of so many `shares` of the rows that are left.
     """
-    runs, pieces, groups, at = [], [], [], 0
+    runs: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
+    groups, at = [], 0
     while at < blocks:
         level = _level(first + at, blocks - at, _LEVEL)
-        if halves:
-            size = BLOCK // 2
-            mine = [(low, low + size) for low in range(0, BLOCK << level, size)]
-        else:
-            mine = pieces_of(BLOCK << level, longest)[0]
-        groups.append((len(pieces), len(mine)))
-        pieces += [(0, 0, at * BLOCK + low, at * BLOCK + high) for low, high in mine]
-        runs.append((at * BLOCK, level))
+        begin, low, before = at * BLOCK, 0, len(pieces)
         at += 1 << level
+        while begin + low < at * BLOCK:
+            size = min(BLOCK << min(level, _PIECE_LEVEL), low & -low or BLOCK << level)
+            while size > unit and size * shares > blocks * BLOCK - begin - low:
+                size //= 2
+            pieces.append((0, 0, begin + low, begin + low + size))
+            low += size
+        groups.append((before, len(pieces) - before))
+        runs.append((begin, level))
     return runs, np.array(pieces), np.array(groups)

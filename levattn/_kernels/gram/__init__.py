@@ -20,6 +20,9 @@ class GramKernels(Protocol):
     def longest_run(self, rows: Rows, items: int, /) -> int:
         """Return the level of the longest run of blocks that is summed in one piece."""
 
+    def shares(self, rows: Rows, items: int, /) -> int:
+        """Return of how many shares of the rows that are left a piece is one at most, so that threads end together."""
+
     def moments(
         self, rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
     ) -> Any:

@@ -6,6 +6,7 @@ from levattn._kernels.gram.moments import sum_tasks
 from levattn._kernels.gram.squares import score_tasks
 from levattn._kernels.jit import jit
 from levattn._kernels.llvm import address, as_pointer, taken
+from levattn._kernels.scratch import empty
 
 
 @jit
@@ -24,18 +25,23 @@ def moment_and_sqnorm_tasks(view, X, block, levels, sums, scored, panels, Y, cei
 
 
 @jit
-def add_in_pairs(sums, groups):
-    """Add up matrices in pairs, pairs of pairs, and so on, for each of the groups (first, number), into its first.
+def add_in_pairs(sums, pieces, groups):
+    """Add up the sums of the pieces of each group (first, number) into its first, in pairs of equally many rows.
 
-    Each number is a power of two.
+    The rows of a piece, and those of a group, are a power of two; each piece begins at a multiple of its rows.
     """
     size = sums.shape[1] * sums.shape[2]
+    waiting = empty(groups, (len(pieces) + 1, 2))  # sums that wait for an equal one, and their rows
     for g in range(len(groups)):
-        apart, count = 1, groups[g, 1]
-        while apart < count:
-            for i in range(groups[g, 0], groups[g, 0] + count, 2 * apart):
-                target = as_pointer(address(sums) + i * sums.strides[0], sums)
-                term = as_pointer(address(sums) + (i + apart) * sums.strides[0], sums)
+        count = 0
+        for piece in range(groups[g, 0], groups[g, 0] + groups[g, 1]):
+            at, rows = piece, pieces[piece, 3] - pieces[piece, 2]
+            while count and waiting[count - 1, 1] == rows:
+                count -= 1
+                target = as_pointer(address(sums) + waiting[count, 0] * sums.strides[0], sums)
+                term = as_pointer(address(sums) + at * sums.strides[0], sums)
                 for k in range(size):
                     target[k] += term[k]
-            apart *= 2
+                at, rows = waiting[count, 0], 2 * rows
+            waiting[count, 0], waiting[count, 1] = at, rows
+            count += 1

@@ -99,7 +99,8 @@ def _levels(longest: int, unit: int) -> int:
     return 2 + max(0, -(-longest // unit) - 1).bit_length()
 
 
-def _unit(d: int) -> int:
+def unit_of(d: int) -> int:
+    """Return how many rows are summed before sums are combined in pairs."""
     return _SHORT if d <= _NARROW else BLOCK
 
 
@@ -114,10 +115,12 @@ def longest_run(rows: Rows, items: int) -> int:
     return min(few, max(many, 4))  # more runs for each thread if they stay long
 
 
-def shares_blocks(rows: Rows, items: int) -> bool:
-    """Tell whether threads share halves of blocks, because there are few blocks; the sums stay the same."""
+def shares(rows: Rows, items: int) -> int:
+    """Return of how many shares of the rows that are left a piece is one at most, so that threads end together."""
     threads = num_threads()
-    return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and _unit(rows.shape[2]) < BLOCK
+    if threads == 1 or items >= 4 * threads:
+        return 1
+    return threads if rows.shape[2] >= _WIDE else 2 * threads
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
@@ -132,7 +135,7 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithme
     out = np.empty((len(pieces), width, width))
     view = view_of(rows, X.dtype)
     padded = _padded(basis, width)
-    unit = _unit(d) if basis is None else BLOCK
+    unit = unit_of(d) if basis is None else BLOCK
     levels = levels_of(pieces, unit)
     work = float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d
 
@@ -191,16 +194,16 @@ def moments_and_sqnorms(
     """Return the second moments of groups of pieces, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
 
     A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items. The pieces
-    of a group (first, number) are added in pairs; the number is a power of two.
+    of a group (first, number) are added in pairs, see `add_in_pairs`.
     """
     d = rows.shape[2]
     if d >= BLAS_COLUMNS:
         sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
         sums = moments(rows, pieces)
-        add_in_pairs(sums, groups)
+        add_in_pairs(sums, pieces, groups)
         return sums[groups[:, 0]]
     X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
-    width, unit = X.shape[1], _unit(d)
+    width, unit = X.shape[1], unit_of(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
     panels, lengths = _panels(W, Y), pieces[:, 3] - pieces[:, 2]
@@ -212,7 +215,7 @@ def moments_and_sqnorms(
         moment_and_sqnorm_tasks(*summed, *written, pieces, place, most)
 
     share_one_by_one(body, len(pieces), 2 * float(lengths.sum()) * d * d)
-    add_in_pairs(sums, groups)
+    add_in_pairs(sums, pieces, groups)
     return sums[groups[:, 0], :d, :d]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from levattn._core.types import Float64
+from levattn._core.types import Float64, Int64
 from levattn._kernels.jit import VECTOR_BYTES
 from levattn._kernels.records import address_of
 from levattn._kernels.rows import BLOCK, Arithmetic, Rows
@@ -86,8 +86,8 @@ def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     return [int(r) for r in found[:count]]
 
 
-def copied_finite(source: Any, target: Any) -> bool:
-    """Copy rows (b, m, d), of the same float32 or float64 and without gaps in a matrix.
+def copied_finite(source: Any, target: Any, numbers: Int64, first: int) -> bool:
+    """Copy rows (b, m, d), of the same float32 or float64 and without gaps in a matrix, and number them from `first`.
 
     Return True if all numbers are finite; after False some may be, or nothing was copied.
     """
@@ -99,4 +99,4 @@ def copied_finite(source: Any, target: Any) -> bool:
         return False
     if not (row == target_row == d * size and column == target_column == size):
         return False
-    return bool(copy_items(like, address_of(source), step, address_of(target), target_step, b, m * d))
+    return bool(copy_items(like, address_of(source), step, address_of(target), target_step, b, m * d, numbers, first))
