@@ -40,7 +40,7 @@ def share(body: Callable[[int, int], None], n: int, work: float) -> None:
 def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) -> None:
     """Call ``body(place, most)``, compiled code that takes at most so many tasks from ``place[0]`` on, by `taken`.
 
-    A call so has no need of Python, and its lock, which other threads may hold; a long call returns, to be interrupted.
+    So a call needs neither Python nor its lock, which another thread may hold; a long call returns, to be interrupted.
     """
     threads = 1 if n <= 1 else threads_for(work)
     if threads > 1:

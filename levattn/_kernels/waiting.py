@@ -5,7 +5,7 @@ from __future__ import annotations
 from levattn._kernels.jit import jit
 from levattn._kernels.llvm import address, word_now
 
-_TIMES = 30_000  # reads, of some ten nanoseconds each: longer than what Python does between two blocks of a stream
+_TIMES = 10_000  # reads, of some tens of nanoseconds each
 _GRACE = 500  # further reads, while the other thread releases the GIL, because waiting for the GIL takes long
 
 

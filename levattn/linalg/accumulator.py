@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_devi
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, PairwiseSum, Pieces, Rows
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, Norms, PairwiseSum, Pieces, Rows
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -29,8 +29,8 @@ Exponents = npt.NDArray[np.int32]
 def pieces_of(n: int, longest: int, shares: int = 1) -> tuple[list[tuple[int, int]], list[int]]:
     """Split `n` rows into runs of 2^j blocks each, with j at most `longest`.
 
-    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1. A run is at
-    most one of so many `shares` of the blocks that are left.
+    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1. A run is
+    at most one of so many `shares` of the blocks that are left.
     """
     whole = n // BLOCK
     runs, levels, at = [], [], 0
@@ -46,6 +46,12 @@ def pieces_of(n: int, longest: int, shares: int = 1) -> tuple[list[tuple[int, in
     return runs, levels
 
 
+def _cpu() -> Any:
+    from levattn._kernels.gram import cpu  # loads Numba
+
+    return cpu
+
+
 def second_moments(
     rows: Rows, items: Sequence[int], *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"
 ) -> Any:
@@ -55,7 +61,8 @@ def second_moments(
     there.
     """
     _, n, d = rows.shape
-    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)), GRAM.shares(rows, len(items)))
+    shares = _cpu().shares(rows, len(items)) if isinstance(rows.keys, np.ndarray) else 1
+    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)), shares)
     listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
@@ -267,14 +274,12 @@ class GramAccumulator:
                 level -= 1
             at += BLOCK << level
 
-    def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
+    def terms_beside(self, rows: Rows, scored: Rows, norms: Norms, out: Any) -> Terms:
         """Return the moments of the runs of whole blocks, in main memory, that `add` will sum.
 
-        Write ``‖k W‖²`` of the same rows, as `scored` reads them, to `out` while they are in the cache.
+        Write the `norms` of the same rows, as `scored` reads them, to `out` while they are in the cache.
         """
-        from levattn._kernels.gram import cpu  # no other device has this kernel
-
-        b, n, d = rows.shape
+        (b, n, d), cpu = rows.shape, _cpu()  # no other device has this kernel
         first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
         runs, pieces, groups = _runs_of(first, n // BLOCK, cpu.shares(rows, b), cpu.unit_of(d))
@@ -282,11 +287,11 @@ class GramAccumulator:
             items = np.arange(b)[:, None, None]
             groups = (groups + len(pieces) * items * (1, 0)).reshape(-1, 2)
             pieces = (pieces + items * (1, 1, 0, 0)).reshape(-1, 4)
-        parts = cpu.moments_and_sqnorms(self.scaled(rows), pieces, groups, scored, W, out, arithmetic)
-        parts = parts.reshape(b, len(runs), d, d)
-        # a view would keep the sums of all runs
-        alone = [parts[:, 0]] if len(runs) == 1 else [parts[:, i].copy() for i in range(len(runs))]
-        return dict(zip(runs, map(DoubleDouble.plain, alone), strict=True))
+        parts = cpu.moments_and_sqnorms(self.scaled(rows), pieces, groups, scored, norms, out)
+        if len(runs) == 1:
+            return {runs[0]: DoubleDouble.plain(parts)}
+        parts = parts.reshape(b, len(runs), d, d)  # a view would keep the sums of all runs
+        return {run: DoubleDouble.plain(parts[:, i].copy()) for i, run in enumerate(runs)}
 
     def _terms_at_once(self, rows: Rows) -> Terms:
         """Return the moments of all runs of rows on a CUDA device that `add` will sum, with one wait.
@@ -419,7 +424,8 @@ class GramAccumulator:
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
         diagonal = term.diagonal
-        if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
+        least = np.minimum.reduce(diagonal, axis=None, initial=1.0)  # in half of the time of `min`
+        if least >= _LEAST and np.maximum.reduce(diagonal, axis=None, initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
         largest = KEYS.column_figures(run, largest=True)
@@ -559,8 +565,8 @@ def _level(first: int, left: int, longest: int) -> int:
 def _runs_of(first: int, blocks: int, shares: int, unit: int) -> tuple[list[tuple[int, int]], Pieces, Int64]:
     """Return the runs of so many blocks after `first`, by first row and level, and their pieces for the first matrix.
 
-    The pieces of each run follow as its first piece and their number. A piece has at least `unit` rows, but at most one
-    of so many `shares` of the rows that are left.
+    The pieces of each run follow as its first piece and their number. A piece has at least `unit` rows, but at most
+    one of so many `shares` of the rows that are left.
     """
     runs: list[tuple[int, int]] = []
     pieces: list[tuple[int, int, int, int]] = []

@@ -345,7 +345,7 @@ class RunningCandidates:
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
         """Return after how many blocks a matrix holds too many keys, None if none does, and which matrices do."""
         room = self.limits - self.held.counts
-        if starts[-1] <= room.min(initial=starts[-1]):
+        if starts[-1] <= np.minimum.reduce(room, initial=starts[-1]):
             return None, []
         over = np.flatnonzero(np.diff(starts) > room)
         if not len(over):

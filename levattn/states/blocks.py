@@ -192,7 +192,8 @@ class BlockBuffer:
         if stop > at:
             take(rows.between(at, stop), *(array[:, at:stop] for array in payload))
             self.blocks += (stop - at) // BLOCK
-        self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
+        if stop < n:
+            self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
 
     def with_chunk(self, keys: npt.NDArray[Any], first: int) -> BlockBuffer | None:
         """Return the buffer after a chunk of plain numpy rows (b, m, d), numbered from `first` on, that only wait.

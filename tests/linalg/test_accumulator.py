@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, Norms, Rows, kernels_for
 from levattn._kernels.gram.cpu import BLAS_COLUMNS, moments_and_sqnorms
 from levattn._kernels.pairwise import pairwise_sum
 from levattn.linalg.accumulator import GramAccumulator
@@ -33,7 +33,7 @@ def test_moments_and_norms_of_one_reading_are_those_of_two(d: int, kind: Any, th
     groups = np.array([(0, 4), (4, 1), (5, 4), (9, 1)] if d < BLAS_COLUMNS else [(0, 1), (1, 1)])
     together, apart = scored.zeros(), scored.zeros()
     with levattn.thread_limit(threads):
-        found = moments_and_sqnorms(rows, pieces, groups, scored, W, together, "single")
+        found = moments_and_sqnorms(rows, pieces, groups, scored, Norms(W, "single"), together)
         kernels.sqnorms(scored, np.arange(2), W, apart, arithmetic="single")
         each = kernels.moments(rows, pieces)
         expected = [pairwise_sum(each[first : first + count]) for first, count in groups]

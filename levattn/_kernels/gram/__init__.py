@@ -9,6 +9,17 @@ from levattn._core.types import Float64
 from levattn._kernels.rows import Arithmetic, Pieces, Rows
 
 
+class Norms:
+    """The norms ``‖k W‖²`` of many calls, in single or double arithmetic.
+
+    panels: W as a kernel has packed it, for the next call.
+    """
+
+    def __init__(self, W: Float64, arithmetic: Arithmetic) -> None:
+        self.W, self.arithmetic = W, arithmetic
+        self.panels: Any = None
+
+
 class GramKernels(Protocol):
     """Second moments of rows, and squared norms of rows in another basis.
 
@@ -19,9 +30,6 @@ class GramKernels(Protocol):
 
     def longest_run(self, rows: Rows, items: int, /) -> int:
         """Return the level of the longest run of blocks that is summed in one piece."""
-
-    def shares(self, rows: Rows, items: int, /) -> int:
-        """Return of how many shares of the rows that are left a piece is one at most, so that threads end together."""
 
     def moments(
         self, rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double"

@@ -25,10 +25,11 @@ def moment_and_sqnorm_tasks(view, X, block, levels, sums, scored, panels, Y, cei
 
 
 @jit
-def add_in_pairs(sums, pieces, groups):
-    """Add up the sums of the pieces of each group (first, number) into its first, in pairs of equally many rows.
+def add_in_pairs(sums, pieces, groups, out):
+    """Write the sums of the groups of pieces (first, number) to `out`, added in pairs of equally many rows.
 
-    The rows of a piece, and those of a group, are a power of two; each piece begins at a multiple of its rows.
+    Pieces and groups have powers of two of rows, and begin at multiples of them. `sums` may have more columns, and are
+    lost.
     """
     size = sums.shape[1] * sums.shape[2]
     waiting = empty(groups, (len(pieces) + 1, 2))  # sums that wait for an equal one, and their rows
@@ -45,3 +46,6 @@ def add_in_pairs(sums, pieces, groups):
                 at, rows = waiting[count, 0], 2 * rows
             waiting[count, 0], waiting[count, 1] = at, rows
             count += 1
+        for i in range(out.shape[1]):
+            for j in range(out.shape[2]):
+                out[g, i, j] = sums[groups[g, 0], i, j]

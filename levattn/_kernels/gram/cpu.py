@@ -10,6 +10,7 @@ import numpy as np
 
 from levattn._core.threads import num_threads
 from levattn._core.types import Float64, Int64
+from levattn._kernels.gram import Norms
 from levattn._kernels.gram.beside import add_in_pairs, moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
@@ -110,8 +111,8 @@ def longest_run(rows: Rows, items: int) -> int:
     threads = 1 if blocks <= 1 else num_threads()
     if threads == 1 or items >= 4 * threads:
         return _LONGEST
-    shares = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)
-    few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in shares)
+    each = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)  # runs of a thread
+    few, many = (max(0, (blocks // (count * threads)).bit_length() - 1) for count in each)
     return min(few, max(many, 4))  # more runs for each thread if they stay long
 
 
@@ -188,35 +189,35 @@ def sqnorms(
         share(lambda *run: sqnorm_in_basis_tasks(view, *matrices, X, listed, *run, ceiling, target), len(listed), work)
 
 
-def moments_and_sqnorms(
-    rows: Rows, pieces: Pieces, groups: Int64, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic
-) -> Float64:
+def moments_and_sqnorms(rows: Rows, pieces: Pieces, groups: Int64, scored: Rows, norms: Norms, out: Any) -> Float64:
     """Return the second moments of groups of pieces, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
 
-    A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items. The pieces
-    of a group (first, number) are added in pairs, see `add_in_pairs`.
+    A piece is read from memory once; slots are items. The pieces of a group (first, number) are added in pairs, see
+    `add_in_pairs`.
     """
     d = rows.shape[2]
+    total: Float64 = np.empty((len(groups), d, d))
     if d >= BLAS_COLUMNS:
-        sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
-        sums = moments(rows, pieces)
-        add_in_pairs(sums, pieces, groups)
-        return sums[groups[:, 0]]
-    X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
+        sqnorms(scored, np.arange(len(norms.W)), norms.W, out, arithmetic=norms.arithmetic)
+        add_in_pairs(moments(rows, pieces), pieces, groups, total)
+        return total
+    X, Y = scratch_like(d, "double"), scratch_like(d, norms.arithmetic)
     width, unit = X.shape[1], unit_of(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
-    panels, lengths = _panels(W, Y), pieces[:, 3] - pieces[:, 2]
+    if norms.panels is None:
+        norms.panels = _panels(norms.W, Y)
+    lengths = pieces[:, 3] - pieces[:, 2]
     levels = _levels(int(lengths.max(initial=0)), unit)
 
-    summed, written = (view, X, unit, levels, sums), (view_scored, panels, Y, math.inf, target)
+    summed, written = (view, X, unit, levels, sums), (view_scored, norms.panels, Y, math.inf, target)
 
     def body(place: Int64, most: int) -> None:
         moment_and_sqnorm_tasks(*summed, *written, pieces, place, most)
 
     share_one_by_one(body, len(pieces), 2 * float(lengths.sum()) * d * d)
-    add_in_pairs(sums, pieces, groups)
-    return sums[groups[:, 0], :d, :d]
+    add_in_pairs(sums, pieces, groups, total)
+    return total
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:

@@ -63,11 +63,6 @@ def longest_run(_rows: Rows, _items: int) -> int:
     return 63
 
 
-def shares(_rows: Rows, _items: int) -> int:
-    """Return of how many shares of the rows that are left a piece is one at most."""
-    return 1
-
-
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
     """Return the second moment of each piece's rows."""
     out = np.zeros((len(pieces), rows.shape[2], rows.shape[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from levattn._kernels.tasks import share
 _LIKE = {np.dtype(kind): np.zeros(1, kind) for kind in (np.float32, np.float64)}
 
 
+@lru_cache(maxsize=64)
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
     """Return an array that tells the compiled code the precision and the padded width."""
     kind = np.dtype(np.float32 if arithmetic == "single" else np.float64)
