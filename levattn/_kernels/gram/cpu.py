@@ -121,7 +121,7 @@ def shares(rows: Rows, items: int) -> int:
     threads = num_threads()
     if threads == 1 or items >= 4 * threads:
         return 1
-    return threads if rows.shape[2] >= _WIDE else 2 * threads
+    return 2 * threads if rows.shape[2] <= _NARROW else threads
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
