@@ -56,9 +56,7 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
             compiler = getattr(torch, "compiler", None)  # another thread may be importing torch
             if compiler is not None and compiler.is_compiling():
                 return function(*args, **options)
-            if not can_be_there:
-                initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
-                can_be_there = initialized is not None and initialized()
+            can_be_there = can_be_there or _has_begun(torch)
         if by_numpy and "jax" in modules and has_jax(args, options):
             return called_by_numpy(function, args, options)  # type: ignore[no-any-return]
         if not can_be_there:
@@ -81,9 +79,16 @@ def where_arrays_are(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _has_begun(torch: Any) -> bool:
+    """Tell whether torch has used a CUDA device."""
+    initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    return initialized is not None and bool(initialized())
+
+
 def on_a_device(value: Any) -> bool:
     """Tell whether a value is, or holds, an array on a CUDA device."""
-    return _array_in(value) is not None
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
+    return (cupy is not None or (torch is not None and _has_begun(torch))) and _array_in(value) is not None
 
 
 def _kind_of(value: Any) -> _Kind | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from levattn._core.types import Float64
 from levattn._kernels.dispatch import FACTOR, GRAM, HEAVY, KEYS, PRECISE, PRUNING, SELECT, SKETCH, kernels_for
+from levattn._kernels.gram import Norms
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.pairwise import PairwiseSum
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
@@ -22,6 +23,7 @@ __all__ = [
     "Arithmetic",
     "Float64",
     "LatentArguments",
+    "Norms",
     "PairwiseSum",
     "Pieces",
     "Rows",

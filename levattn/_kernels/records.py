@@ -49,7 +49,7 @@ class Scratch:
     size: int
 
 
-def _address(array: Any) -> int:
+def address_of(array: Any) -> int:
     """Return the address of an array, 0 if it is empty."""
     try:
         return _addressof(_of_memory(array))  # in a quarter of the time of NumPy's own interface
@@ -89,7 +89,7 @@ class Record:
             if not (value.ndim != count or value.strides[-1] == value.itemsize if count else value.flags.c_contiguous):
                 value = np.ascontiguousarray(value)
             kept.append(value)
-            words[first] = _address(value)
+            words[first] = address_of(value)
             if count > 1:
                 for axis, step in enumerate(value.strides[: count - 1], first + 1):
                     words[axis] = step
@@ -97,6 +97,6 @@ class Record:
     def for_thread(self) -> tuple[Any, Any]:
         """Return the record for compiled code, and its own scratch, which the caller must keep alive."""
         words, room = self._words.copy(), np.empty(self._scratch.size + _LINE, np.uint8)
-        base = -(-_address(room) // _LINE) * _LINE
+        base = -(-address_of(room) // _LINE) * _LINE
         words[self._scratch.words] = self._scratch.starts + base
         return np.ndarray(1, self._kind.dtype, words), room

@@ -12,6 +12,7 @@ from levattn._core.types import Int64
 
 _THREAD_WORK = 6_000_000  # multiply-adds below which a second thread costs more than it brings
 _RUN_WORK = 32_000_000  # multiply-adds beside which handing a run to a thread costs little
+_CALL_WORK = 2_000_000_000  # multiply-adds after which a call of compiled code returns, so that it can be interrupted
 
 
 def threads_for(work: float) -> int:
@@ -39,17 +40,13 @@ def share(body: Callable[[int, int], None], n: int, work: float) -> None:
 def share_one_by_one(body: Callable[[Int64, int], None], n: int, work: float) -> None:
     """Call ``body(place, most)``, compiled code that takes at most so many tasks from ``place[0]`` on, by `taken`.
 
-    A short call so avoids a return to Python, and its lock, for each run; a long call returns, to be interrupted.
+    So a call needs neither Python nor its lock, which another thread may hold; a long call returns, to be interrupted.
     """
     threads = 1 if n <= 1 else threads_for(work)
     if threads > 1:
         _look_out()
-    count, place, most = min(n, runs(work, threads)), np.zeros(1, np.int64), n
-    if count > 2 * threads:
-        most = -(-n // count)
-    else:
-        count = min(count, threads)
-    parallel_for(lambda _: body(place, most), count, threads=threads)
+    place, most = np.zeros(1, np.int64), max(1, int(n * _CALL_WORK / max(work, 1.0)))
+    parallel_for(lambda _: body(place, most), min(n, max(threads, -(-n // most))), threads=threads)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, shaped, whole
-from levattn._core.types import Flags, Float64
-from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, PairwiseSum, Pieces, Rows
+from levattn._core.types import Flags, Float64, Int64
+from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, PRECISE, Arithmetic, Norms, PairwiseSum, Pieces, Rows
 from levattn.linalg.reading import check_finite, each_in_memory, read_in_pieces, require_room
 from levattn.linalg.span import Span
 
@@ -26,15 +26,17 @@ LARGEST_EXPONENT = 1024  # of the scale of a column
 Exponents = npt.NDArray[np.int32]
 
 
-def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
+def pieces_of(n: int, longest: int, shares: int = 1) -> tuple[list[tuple[int, int]], list[int]]:
     """Split `n` rows into runs of 2^j blocks each, with j at most `longest`.
 
-    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1.
+    Return the runs (first row, row after the last) and their levels. An incomplete last block has level −1. A run is
+    at most one of so many `shares` of the blocks that are left.
     """
     whole = n // BLOCK
     runs, levels, at = [], [], 0
     while at < whole:
-        level = min(longest, (whole - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
+        most = max(1, (whole - at) // shares)
+        level = min(longest, most.bit_length() - 1, (at & -at).bit_length() - 1 if at else 63)
         runs.append((at * BLOCK, (at + (1 << level)) * BLOCK))
         levels.append(level)
         at += 1 << level
@@ -42,6 +44,12 @@ def pieces_of(n: int, longest: int) -> tuple[list[tuple[int, int]], list[int]]:
         runs.append((whole * BLOCK, n))
         levels.append(-1)
     return runs, levels
+
+
+def _cpu() -> Any:
+    from levattn._kernels.gram import cpu  # loads Numba
+
+    return cpu
 
 
 def second_moments(
@@ -53,7 +61,8 @@ def second_moments(
     there.
     """
     _, n, d = rows.shape
-    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)))
+    shares = _cpu().shares(rows, len(items)) if isinstance(rows.keys, np.ndarray) else 1
+    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)), shares)
     listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
@@ -98,10 +107,10 @@ class DoubleDouble:
     def _held_array(self) -> Any:
         return self.high
 
-    @property
+    @cached_property
     def diagonal(self) -> Float64:
         """The diagonals of the moments, (b, d), in main memory."""
-        return diagonals(self.high) if self.known is None else self.known
+        return diagonals(self.high).copy() if self.known is None else self.known
 
     def in_main_memory(self) -> DoubleDouble:
         """Return these moments in main memory."""
@@ -119,7 +128,7 @@ class DoubleDouble:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, in main memory."""
-        return dict(vars(self.in_main_memory()))
+        return {name: value for name, value in vars(self.in_main_memory()).items() if name != "diagonal"}
 
     def __add__(self, other: DoubleDouble) -> DoubleDouble:
         """Return the sum, in twofold arithmetic for items with two parts in either moment."""
@@ -206,6 +215,7 @@ _LEVEL = 6  # of the longest run that is summed together; a run that must be spl
 _PIECE_LEVEL = 2  # of the longest part of a run for one thread: it should still be in the cache when it is scored
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
+_MARGIN = 1.2  # by which later blocks may be larger than those before, so that a run of them is not split
 _FEW = 4  # sums of runs, whose room a part of them may keep
 _SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
@@ -233,6 +243,7 @@ class GramAccumulator:
         self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed in it
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was last estimated
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before the next estimate
+        self._largest: Float64 = np.zeros((b, d))  # and so the diagonal then; a column that was zero says nothing yet
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
@@ -259,36 +270,36 @@ class GramAccumulator:
             while level and at + (BLOCK << level) == smaller:  # the rest of a run that was split
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
+            while level and (at, level) not in known and not self._has_room(level):
+                level -= 1
             while not self._take(rows.between(at, at + (BLOCK << level)), level, known.get((at, level))):
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
 
-    def terms_beside(self, rows: Rows, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic) -> Terms:
+    def _has_room(self, level: int) -> bool:
+        """Tell whether the sum is likely to have room for 2^level blocks, if they are like those before."""
+        diagonal = sum(part.diagonal for part in self.blocks.levels.values())
+        return bool((diagonal * (1 + _MARGIN * (1 << level) / self.blocks.count) <= self._largest).all())
+
+    def terms_beside(self, rows: Rows, scored: Rows, norms: Norms, out: Any) -> Terms:
         """Return the moments of the runs of whole blocks, in main memory, that `add` will sum.
 
-        Write ``‖k W‖²`` of the same rows, as `scored` reads them, to `out` while they are in the cache.
+        Write the `norms` of the same rows, as `scored` reads them, to `out` while they are in the cache.
         """
-        from levattn._kernels.gram import cpu  # no other device has this kernel
-
-        b, n, d = rows.shape
+        (b, n, d), cpu = rows.shape, _cpu()  # no other device has this kernel
         first, turn = self.blocks.count, 1 << _LEVEL  # blocks after which the lengths of runs repeat
         first = min(first, turn + first % turn)
-        longest = min(cpu.longest_run(rows, b), _PIECE_LEVEL)
-        runs, pieces = _runs_of(first, n // BLOCK, longest, cpu.shares_blocks(rows, b))
-        listed: Pieces = np.empty((b, len(pieces), 4), np.int64)
-        listed[:, :, :2] = np.arange(b)[:, None, None]
-        listed[:, :, 2:] = pieces
-        parts = cpu.moments_and_sqnorms(self.scaled(rows), listed.reshape(-1, 4), scored, W, out, arithmetic)
-        parts, terms, place = parts.reshape(b, len(pieces), d, d), {}, 0
-        for at, level, count in runs:
-            sums, place = parts[:, place : place + count], place + count
-            with np.errstate(over="ignore", invalid="ignore"):
-                while sums.shape[1] > 1:
-                    sums = sums[:, ::2] + sums[:, 1::2]
-            # a view would keep the sums of all runs
-            terms[at, level] = DoubleDouble.plain(sums[:, 0].copy() if count < len(pieces) else sums[:, 0])
-        return terms
+        runs, pieces, groups = _runs_of(first, n // BLOCK, cpu.shares(rows, b), cpu.unit_of(d))
+        if b != 1:
+            items = np.arange(b)[:, None, None]
+            groups = (groups + len(pieces) * items * (1, 0)).reshape(-1, 2)
+            pieces = (pieces + items * (1, 1, 0, 0)).reshape(-1, 4)
+        parts = cpu.moments_and_sqnorms(self.scaled(rows), pieces, groups, scored, norms, out)
+        if len(runs) == 1:
+            return {runs[0]: DoubleDouble.plain(parts)}
+        parts = parts.reshape(b, len(runs), d, d)  # a view would keep the sums of all runs
+        return {run: DoubleDouble.plain(parts[:, i].copy()) for i, run in enumerate(runs)}
 
     def _terms_at_once(self, rows: Rows) -> Terms:
         """Return the moments of all runs of rows on a CUDA device that `add` will sum, with one wait.
@@ -340,11 +351,9 @@ class GramAccumulator:
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(part.diagonal for _, part in sorted(blocks.levels.items()))
-        with np.errstate(over="ignore", invalid="ignore"):  # a column that was zero says nothing yet
-            largest = np.where(self.settled > 0, self.settled * self.room[:, None], 0.0)
-        due = self.double_double | ~(diagonal <= largest).all(axis=1)
-        errors = None
-        if due.any():
+        errors, within = None, diagonal <= self._largest
+        if not within.all() or self.double_double.any():
+            due = self.double_double | ~within.all(axis=1)
             if level:
                 return False
             errors = self._settle(blocks, term, run, due)
@@ -396,10 +405,15 @@ class GramAccumulator:
         settled = due & (errors <= SETTLED)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
-        self.settled = np.where(settled[:, None], total.diagonal, self.settled)
+        self._set_room(np.where(settled[:, None], total.diagonal, self.settled))
         self.double_double = (self.double_double | twofold) & ~settled
         self.blocks = blocks
         return None if twofold.any() else np.where(due, errors, np.inf)
+
+    def _set_room(self, settled: Float64) -> None:
+        """Set the diagonal at the last estimate, after which the sum has `room`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.settled, self._largest = settled, np.where(settled > 0, settled * self.room[:, None], 0.0)
 
     def _term(self, run: Rows) -> DoubleDouble:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -418,7 +432,8 @@ class GramAccumulator:
     def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
         diagonal = term.diagonal
-        if diagonal.min(initial=1.0) >= _LEAST and diagonal.max(initial=1.0) <= _LARGEST:
+        least = np.minimum.reduce(diagonal, axis=None, initial=1.0)  # in half of the time of `min`
+        if least >= _LEAST and np.maximum.reduce(diagonal, axis=None, initial=1.0) <= _LARGEST:
             return None
         check_finite(run, diagonal)
         largest = KEYS.column_figures(run, largest=True)
@@ -431,7 +446,7 @@ class GramAccumulator:
         change = exponents - self.exponents
         self._move(lambda part: part.scaled(change))
         self.merged = None if self.merged is None else self.merged.scaled(change)
-        self.settled = np.ldexp(self.settled, -2 * change)
+        self._set_room(np.ldexp(self.settled, -2 * change))
         self.exponents = exponents
 
     @where_arrays_are
@@ -510,8 +525,8 @@ class GramAccumulator:
         self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
         self.double_double = shaped(arrays["wide"], np.bool_, (b,))
-        self.settled = shaped(arrays["settled"], np.float64, (b, d))
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
+        self._set_room(shaped(arrays["settled"], np.float64, (b, d)))
         terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
@@ -555,20 +570,25 @@ def _level(first: int, left: int, longest: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _runs_of(first: int, blocks: int, longest: int, halves: bool) -> tuple[list[tuple[int, int, int]], Any]:
-    """Return the runs of so many blocks after `first`, by first row, level and pieces, and the rows of all pieces.
+def _runs_of(first: int, blocks: int, shares: int, unit: int) -> tuple[list[tuple[int, int]], Pieces, Int64]:
+    """Return the runs of so many blocks after `first`, by first row and level, and their pieces for the first matrix.
 
-    halves: whether threads share blocks.
+    The pieces of each run follow as its first piece and their number. A piece has at least `unit` rows, but at most
+    one of so many `shares` of the rows that are left.
     """
-    runs, pieces, at = [], [], 0
+    runs: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int, int, int]] = []
+    groups, at = [], 0
     while at < blocks:
         level = _level(first + at, blocks - at, _LEVEL)
-        if halves:
-            size = BLOCK // 2
-            mine = [(low, low + size) for low in range(0, BLOCK << level, size)]
-        else:
-            mine = pieces_of(BLOCK << level, longest)[0]
-        pieces += [(at * BLOCK + low, at * BLOCK + high) for low, high in mine]
-        runs.append((at * BLOCK, level, len(mine)))
+        begin, low, before = at * BLOCK, 0, len(pieces)
         at += 1 << level
-    return runs, np.array(pieces)
+        while begin + low < at * BLOCK:
+            size = min(BLOCK << min(level, _PIECE_LEVEL), low & -low or BLOCK << level)
+            while size > unit and size * shares > blocks * BLOCK - begin - low:
+                size //= 2
+            pieces.append((0, 0, begin + low, begin + low + size))
+            low += size
+        groups.append((before, len(pieces) - before))
+        runs.append((begin, level))
+    return runs, np.array(pieces), np.array(groups)

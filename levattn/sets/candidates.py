@@ -345,6 +345,8 @@ class RunningCandidates:
     def _cut(self, starts: Int64, places: Any) -> tuple[int | None, list[int]]:
         """Return after how many blocks a matrix holds too many keys, None if none does, and which matrices do."""
         room = self.limits - self.held.counts
+        if starts[-1] <= np.minimum.reduce(room, initial=starts[-1]):
+            return None, []
         over = np.flatnonzero(np.diff(starts) > room)
         if not len(over):
             return None, []

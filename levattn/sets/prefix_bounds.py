@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from levattn._core.arrays import array_namespace, on_cuda, to_device, to_float64
 from levattn._core.checks import TIE
 from levattn._core.serialize import MOST_ROWS, shaped, whole
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, KEYS, SELECT, Arithmetic, Rows, kernels_for
+from levattn._kernels import BLOCK, KEYS, SELECT, Arithmetic, Norms, Rows, kernels_for
 from levattn.functions import AttentionFunction, Power, Softmax
 from levattn.linalg.accumulator import (
     PLAIN_ERROR,
@@ -71,6 +72,11 @@ class Screen:
         least = np.maximum(epsilon * (1 - np.maximum(4 * error, TIE)), 0.0)
         both = np.stack([least / (1 - least), least])  # x/(1 + x) with the key itself, x without
         self._least = both if raised is None else both / raised
+
+    @cached_property
+    def norms(self) -> Norms:
+        """The scores, if all are plain."""
+        return Norms(self.factor.whitening, self.factor.arithmetic[0])
 
     def reached(self, scores: Any, present: Any, member: bool) -> tuple[Int64, Any]:
         """List the scores (b, m) that are not surely too small; `member` if the keys are among the screen's."""
@@ -202,7 +208,7 @@ class RunningSquares:
         factor = screen.factor
         scored = rows if factor.wide is None and factor.rows.scale is None else factor.on(rows).rows
         scores = np.empty(rows.shape[:2], np.float64 if rows.format == "float64" else np.float32)
-        terms = self.sums.terms_beside(rows, scored, factor.whitening, scores, factor.arithmetic[0])
+        terms = self.sums.terms_beside(rows, scored, screen.norms, scores)
         return screen.reached(scores, rows.mask, member=False), (rows, terms)
 
     def _made_screen(self, rows: Rows, epsilon: float) -> Screen:

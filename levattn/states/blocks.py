@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import array_api_compat
@@ -24,7 +25,7 @@ from levattn._core.arrays import (
 )
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import is_storable, shaped
-from levattn._core.types import Float64, decode_half
+from levattn._core.types import Float64, Int64, decode_half
 from levattn._kernels import BLOCK, KEYS, Rows, kernels_for
 from levattn.linalg.accumulator import DoubleDouble, Exponents, GramAccumulator
 from levattn.linalg.factor import Factor
@@ -71,6 +72,7 @@ def same_decay(mine: Any, other: Any, batch: tuple[int, ...]) -> bool:
 
 _WAITING = 9 << 20  # at most this many bytes of rows and payload wait together; one block may take more
 _TOGETHER = 16  # at most this many blocks of them
+_NO_NUMBERS: Int64 = np.zeros(0, np.int64)
 _FEW = 1 << 12  # numbers below which numpy copies and checks as fast as compiled code
 
 
@@ -190,7 +192,8 @@ class BlockBuffer:
         if stop > at:
             take(rows.between(at, stop), *(array[:, at:stop] for array in payload))
             self.blocks += (stop - at) // BLOCK
-        self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
+        if stop < n:
+            self._fill(rows.between(stop, n), *(array[:, stop:] for array in payload))
 
     def with_chunk(self, keys: npt.NDArray[Any], first: int) -> BlockBuffer | None:
         """Return the buffer after a chunk of plain numpy rows (b, m, d), numbered from `first` on, that only wait.
@@ -198,13 +201,12 @@ class BlockBuffer:
         The payload is row numbers. None if the chunk needs `push`: for an error, a conversion, or because rows are
         given away or take new memory.
         """
-        held, n, count = self._held.keys, keys.shape[1], self.count
-        stop, together = count + n, self._together
+        held, n, count, together = self._held.keys, keys.shape[1], self.count, self._together
+        stop = count + n
         if stop > held.shape[1] or stop >= (together - self.blocks % together) * BLOCK or self._is_large(n, together):
             return None
-        if not _copied_finite(keys, held[:, count:stop]):
+        if not _copied_finite(keys, held[:, count:stop], self._payload[0][0, count:stop], first):
             return None
-        self._payload[0][0, count:stop] = np.arange(first, first + n)
         other = self.copy()
         other.count = stop
         return other
@@ -256,14 +258,20 @@ class BlockBuffer:
         self.count = stop
 
 
-def _copied_finite(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> bool:
-    """Copy rows, and tell whether all numbers are surely finite."""
-    if source.size >= _FEW:
-        from levattn._kernels.rows.cpu import copied_finite  # loads Numba
+@cache
+def _compiled_copy() -> Callable[..., bool]:
+    from levattn._kernels.rows.cpu import copied_finite  # loads Numba
 
-        if copied_finite(source, target):
-            return True
+    return copied_finite
+
+
+def _copied_finite(source: Any, target: Any, numbers: Int64 = _NO_NUMBERS, first: int = 0) -> bool:
+    """Copy rows, number them from `first`, and tell whether all numbers of the rows are surely finite."""
+    if source.size >= _FEW and _compiled_copy()(source, target, numbers, first):
+        return True
     target[...] = source
+    if len(numbers):
+        numbers[:] = np.arange(first, first + len(numbers))
     return target.dtype.kind == "f" and math.isfinite(np.einsum("bij->", target))  # the fastest sum
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import BLOCK, Rows, kernels_for
+from levattn._kernels import BLOCK, Norms, Rows, kernels_for
 from levattn._kernels.gram.cpu import BLAS_COLUMNS, moments_and_sqnorms
+from levattn._kernels.pairwise import pairwise_sum
 from levattn.linalg.accumulator import GramAccumulator
 
 
@@ -21,7 +22,7 @@ from levattn.linalg.accumulator import GramAccumulator
 @pytest.mark.parametrize("d", [1, 7, 64, BLAS_COLUMNS])
 def test_moments_and_norms_of_one_reading_are_those_of_two(d: int, kind: Any, threads: int) -> None:
     rng = np.random.default_rng(d)
-    n = 3 * BLOCK if d < BLAS_COLUMNS else BLOCK
+    n = 5 * BLOCK if d < BLAS_COLUMNS else BLOCK
     stored = rng.standard_normal((2, n, d)).astype(kind)
     stored = stored.view(np.uint16) if kind == "float16" else stored
     mask = rng.random((2, n)) < 0.9
@@ -29,11 +30,14 @@ def test_moments_and_norms_of_one_reading_are_those_of_two(d: int, kind: Any, th
     scored, kernels = Rows(stored, kind, mask), kernels_for("gram", stored)
     W = np.triu(rng.standard_normal((2, d, d)))
     pieces = np.array([[i, i, low, low + BLOCK] for i in range(2) for low in range(0, n, BLOCK)])
+    groups = np.array([(0, 4), (4, 1), (5, 4), (9, 1)] if d < BLAS_COLUMNS else [(0, 1), (1, 1)])
     together, apart = scored.zeros(), scored.zeros()
     with levattn.thread_limit(threads):
-        found = moments_and_sqnorms(rows, pieces, scored, W, together, "single")
+        found = moments_and_sqnorms(rows, pieces, groups, scored, Norms(W, "single"), together)
         kernels.sqnorms(scored, np.arange(2), W, apart, arithmetic="single")
-        assert found.tobytes() == kernels.moments(rows, pieces).tobytes()
+        each = kernels.moments(rows, pieces)
+        expected = [pairwise_sum(each[first : first + count]) for first, count in groups]
+        assert found.tobytes() == np.array(expected).tobytes()
     assert together.tobytes() == apart.tobytes()
 
 

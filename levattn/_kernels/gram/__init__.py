@@ -9,6 +9,17 @@ from levattn._core.types import Float64
 from levattn._kernels.rows import Arithmetic, Pieces, Rows
 
 
+class Norms:
+    """The norms ``‖k W‖²`` of many calls, in single or double arithmetic.
+
+    panels: W as a kernel has packed it, for the next call.
+    """
+
+    def __init__(self, W: Float64, arithmetic: Arithmetic) -> None:
+        self.W, self.arithmetic = W, arithmetic
+        self.panels: Any = None
+
+
 class GramKernels(Protocol):
     """Second moments of rows, and squared norms of rows in another basis.
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from levattn._core.threads import num_threads
 from levattn._core.types import Float64, Int64
-from levattn._kernels.gram.beside import moment_and_sqnorm_tasks
+from levattn._kernels.gram import Norms
+from levattn._kernels.gram.beside import add_in_pairs, moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
 from levattn._kernels.gram.sample import sample_tasks
@@ -93,12 +94,15 @@ def _panels(W: Float64, X: Any) -> Any:
 
 def levels_of(pieces: Pieces, unit: int = BLOCK) -> int:
     """Return the number of partial sums that the longest piece holds while sums of `unit` rows are paired."""
-    longest = max((stop - start for _, _, start, stop in pieces.tolist()), default=0)
+    return _levels(max((stop - start for _, _, start, stop in pieces.tolist()), default=0), unit)
+
+
+def _levels(longest: int, unit: int) -> int:
     return 2 + max(0, -(-longest // unit) - 1).bit_length()
 
 
 def unit_of(d: int) -> int:
-    """Return the number of rows that are summed before sums are combined in pairs."""
+    """Return how many rows are summed before sums are combined in pairs."""
     return _SHORT if d <= _NARROW else BLOCK
 
 
@@ -108,15 +112,17 @@ def longest_run(rows: Rows, items: int) -> int:
     threads = 1 if blocks <= 1 else num_threads()
     if threads == 1 or items >= 4 * threads:
         return _LONGEST
-    shares = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)
-    few, many = (max(0, (blocks // (share * threads)).bit_length() - 1) for share in shares)
+    each = (1, 2) if rows.shape[2] >= _WIDE else (4, 8)  # runs of a thread
+    few, many = (max(0, (blocks // (count * threads)).bit_length() - 1) for count in each)
     return min(few, max(many, 4))  # more runs for each thread if they stay long
 
 
-def shares_blocks(rows: Rows, items: int) -> bool:
-    """Tell whether threads share halves of blocks, because there are few blocks; the sums stay the same."""
+def shares(rows: Rows, items: int) -> int:
+    """Return of how many shares of the rows that are left a piece is one at most, so that threads end together."""
     threads = num_threads()
-    return threads > 1 and items * rows.shape[1] < 4 * threads * BLOCK and unit_of(rows.shape[2]) < BLOCK
+    if threads == 1 or items >= 4 * threads:
+        return 1
+    return 2 * threads if rows.shape[2] <= _NARROW else threads
 
 
 def moments(rows: Rows, pieces: Pieces, *, basis: Float64 | None = None, arithmetic: Arithmetic = "double") -> Float64:
@@ -198,30 +204,35 @@ def sqnorms(
         share(lambda *run: sqnorm_in_basis_tasks(view, *matrices, X, listed, *run, ceiling, target), len(listed), work)
 
 
-def moments_and_sqnorms(
-    rows: Rows, pieces: Pieces, scored: Rows, W: Float64, out: Any, arithmetic: Arithmetic
-) -> Float64:
-    """Return the second moment of each piece's rows, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
+def moments_and_sqnorms(rows: Rows, pieces: Pieces, groups: Int64, scored: Rows, norms: Norms, out: Any) -> Float64:
+    """Return the second moments of groups of pieces, and write ``‖k W‖²`` of the same rows of `scored` to `out`.
 
-    A piece is read from memory once. `arithmetic`, single or double, applies to the norms; slots are items.
+    A piece is read from memory once; slots are items. The pieces of a group (first, number) are added in pairs, see
+    `add_in_pairs`.
     """
     d = rows.shape[2]
+    total: Float64 = np.empty((len(groups), d, d))
     if d >= BLAS_COLUMNS:
-        sqnorms(scored, np.arange(len(W)), W, out, arithmetic=arithmetic)
-        return moments(rows, pieces)
-    X, Y = scratch_like(d, "double"), scratch_like(d, arithmetic)
+        sqnorms(scored, np.arange(len(norms.W)), norms.W, out, arithmetic=norms.arithmetic)
+        add_in_pairs(moments(rows, pieces), pieces, groups, total)
+        return total
+    X, Y = scratch_like(d, "double"), scratch_like(d, norms.arithmetic)
     width, unit = X.shape[1], unit_of(d)
     sums = np.empty((len(pieces), width, width))
     view, view_scored, target = view_of(rows, X.dtype), view_of(scored, Y.dtype), scores_at(out)
-    panels, levels = _panels(W, Y), levels_of(pieces, unit)
+    if norms.panels is None:
+        norms.panels = _panels(norms.W, Y)
+    lengths = pieces[:, 3] - pieces[:, 2]
+    levels = _levels(int(lengths.max(initial=0)), unit)
 
-    summed, written = (view, X, unit, levels, sums), (view_scored, panels, Y, math.inf, target)
+    summed, written = (view, X, unit, levels, sums), (view_scored, norms.panels, Y, math.inf, target)
 
     def body(place: Int64, most: int) -> None:
         moment_and_sqnorm_tasks(*summed, *written, pieces, place, most)
 
-    share_one_by_one(body, len(pieces), 2 * float((pieces[:, 3] - pieces[:, 2]).sum()) * d * d)
-    return sums[:, :d, :d]
+    share_one_by_one(body, len(pieces), 2 * float(lengths.sum()) * d * d)
+    add_in_pairs(sums, pieces, groups, total)
+    return total
 
 
 def projected_sqnorms(rows: Rows, items: Pieces, P: Float64, out: Any, arithmetic: Arithmetic, ceiling: float) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from levattn._kernels.gram.simd import lane_sum, product_tile
 from levattn._kernels.jit import SCORE_ROWS, SCORE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, larger, smaller
+from levattn._kernels.records import address_of
 from levattn._kernels.rows.compiled import ADDRESS, IN_PLACE, ROW_STEP, entry_address, load_rows
 from levattn._kernels.rows.digest import begin, done, on, tally
 from levattn._kernels.scratch import clear, empty, zeros
@@ -82,7 +83,7 @@ def write_sums(X, squares, n, ceiling, out, item, r):
 
 def scores_at(out: Any) -> Any:
     """Return the vector that tells compiled code where to write to an array (b, n) of either precision."""
-    return np.array([out.ctypes.data, *out.strides, out.itemsize], np.int64)
+    return np.array([address_of(out), *out.strides, out.itemsize], np.int64)
 
 
 @helper

@@ -28,6 +28,7 @@ from levattn._kernels.llvm import (
     rolled,
     store,
 )
+from levattn._kernels.records import address_of
 
 if TYPE_CHECKING:
     from levattn._kernels.rows import Rows
@@ -68,9 +69,9 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
         and row_step % size == 0
         and d * size % VECTOR_BYTES == 0
     )
-    view = [keys.ctypes.data, item_step, row_step, column_step, d, _FORMATS.index(format), direct]
+    view = [address_of(keys), item_step, row_step, column_step, d, _FORMATS.index(format), direct]
     for array in operands:
-        view += [0, 0, 0] if array is None else [array.ctypes.data, *array.strides[:2]]
+        view += [0, 0, 0] if array is None else [address_of(array), *array.strides[:2]]
     return np.array([*view, 0], np.int64)
 
 

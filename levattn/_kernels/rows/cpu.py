@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from levattn._core.types import Float64
+from levattn._core.types import Float64, Int64
 from levattn._kernels.jit import VECTOR_BYTES
+from levattn._kernels.records import address_of
 from levattn._kernels.rows import BLOCK, Arithmetic, Rows
 from levattn._kernels.rows.compiled import DIGEST, view_of
 from levattn._kernels.rows.definition import summed_in_pairs
@@ -19,6 +21,7 @@ from levattn._kernels.tasks import share
 _LIKE = {np.dtype(kind): np.zeros(1, kind) for kind in (np.float32, np.float64)}
 
 
+@lru_cache(maxsize=64)
 def scratch_like(d: int, arithmetic: Arithmetic) -> Any:
     """Return an array that tells the compiled code the precision and the padded width."""
     kind = np.dtype(np.float32 if arithmetic == "single" else np.float64)
@@ -85,8 +88,8 @@ def nonfinite_rows(rows: Rows, item: int, limit: int) -> list[int]:
     return [int(r) for r in found[:count]]
 
 
-def copied_finite(source: Any, target: Any) -> bool:
-    """Copy rows (b, m, d), of the same float32 or float64 and without gaps in a matrix.
+def copied_finite(source: Any, target: Any, numbers: Int64, first: int) -> bool:
+    """Copy rows (b, m, d), of the same float32 or float64 and without gaps in a matrix, and number them from `first`.
 
     Return True if all numbers are finite; after False some may be, or nothing was copied.
     """
@@ -98,4 +101,4 @@ def copied_finite(source: Any, target: Any) -> bool:
         return False
     if not (row == target_row == d * size and column == target_column == size):
         return False
-    return bool(copy_items(like, source.ctypes.data, step, target.ctypes.data, target_step, b, m * d))
+    return bool(copy_items(like, address_of(source), step, address_of(target), target_step, b, m * d, numbers, first))

@@ -191,9 +191,14 @@ def _copied(v, like, source, target, n):
 
 
 @jit
-def copy_items(like, source, source_step, target, target_step, items, n):
-    """Copy `n` numbers for each of the items, which are so many bytes apart, and tell whether all are finite."""
+def copy_items(like, source, source_step, target, target_step, items, n, numbers, first):
+    """Copy `n` numbers for each of the items, which are so many bytes apart, and tell whether all are finite.
+
+    `numbers` become ``first, first + 1, ...``.
+    """
     finite = True
+    for i in range(numbers.size):
+        numbers[i] = first + i
     for _ in range(items):
         finite &= _copied(like, source, target, n)
         source, target = source + source_step, target + target_step

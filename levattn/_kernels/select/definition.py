@@ -6,6 +6,7 @@ rows of matrix i, ascending.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,10 @@ def reaching(scores: Any, present: Any, least: Float64) -> tuple[Int64, Int64]:
 def _listed(flags: Flags) -> tuple[Int64, Int64]:
     b, n = flags.shape
     flat = np.flatnonzero(flags)  # faster than in two axes
+    if b == 1:
+        return np.array([0, len(flat)]), flat
     starts = np.searchsorted(flat, n * np.arange(b + 1))
-    return starts, flat if b == 1 else flat - np.repeat(n * np.arange(b), np.diff(starts))
+    return starts, flat - np.repeat(n * np.arange(b), np.diff(starts))
 
 
 def gathered(array: Any, starts: Int64, indices: Int64) -> Any:
@@ -61,9 +64,15 @@ def _upward(bounds: Float64, kind: Any) -> Any:
     """Return the least numbers of a kind that are not below bounds; scores of that kind compare alike with both."""
     if kind == np.float64:
         return bounds
+    return _rounded_up(bounds.tobytes(), kind)
+
+
+@lru_cache(maxsize=16)
+def _rounded_up(bounds: bytes, kind: Any) -> Any:
+    exact = np.frombuffer(bounds)
     with np.errstate(over="ignore"):
-        found = bounds.astype(kind)
-        return np.where(found < bounds, np.nextafter(found, np.inf, dtype=kind), found)
+        found = exact.astype(kind)
+        return np.where(found < exact, np.nextafter(found, np.inf, dtype=kind), found)
 
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Int64, Int64]:
