@@ -329,7 +329,7 @@ def _parts(
 
 
 def _kinds(K: Any, V: Any, library: str | None = None) -> str:
-    """Return the dtype, the library (that of the arrays, if None) and the sizes of keys and values, in words."""
+    """Return a description of keys and values, of this library or of their own, for messages."""
     library = library or namespace_of(K).__name__.removeprefix("array_api_compat.")
     dtype = str(K.dtype).rpartition(".")[2]
     return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
