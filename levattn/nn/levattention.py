@@ -252,8 +252,9 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
             raise ValueError("cache was given and the layer is dense; expected dense=False, as a cache holds few keys")
         selection = self.selection if cache.state is None else cache.state
         Y, state = causal_pruned_attention(Q, K, V, selection, **options, return_state=True)
-        parts = tuple(converted(part, torch.Tensor.detach) for part in state.parts)
-        cache.position, cache.state = cache.position + Q.shape[2], replace(state, parts=parts)
+        if not state.of_tensors:  # else it has arrays of numpy, which have no gradients
+            state = replace(state, parts=tuple(converted(part, torch.Tensor.detach) for part in state.parts))
+        cache.position, cache.state = cache.position + Q.shape[2], state
         return Y
 
     def _options(self) -> dict[str, Any]:
