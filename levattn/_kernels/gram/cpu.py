@@ -14,7 +14,7 @@ from levattn._kernels.gram import Norms
 from levattn._kernels.gram.beside import add_in_pairs, moment_and_sqnorm_tasks
 from levattn._kernels.gram.in_basis import moment_in_basis_tasks, sqnorm_in_basis_tasks
 from levattn._kernels.gram.moments import moment_tasks
-from levattn._kernels.gram.sample import sample_tasks
+from levattn._kernels.gram.sample import unevenness_tasks
 from levattn._kernels.gram.squares import scores_at, sqnorm_tasks
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pairwise import pairwise_sum
@@ -160,11 +160,10 @@ def unevenness(rows: Rows) -> Float64:
     With columns scaled to unit norm and the moment C of m rows, it is ‖C‖²/d − d/m.
     """
     b, n, d = rows.shape
-    X = scratch_like(d, "single")
-    width = X.shape[1]
-    view, sums, found = view_of(rows, X.dtype), np.empty((b, width, width)), np.empty(b)
-    samples = np.array([[0, item, 0, n] for item in range(b)], np.int64)
-    share(lambda *run: sample_tasks(view, X, 2, d, samples, *run, sums, found), b, float(b) * n * d * d)
+    whole = np.array([[i, i, 0, n] for i in range(b)], np.int64).reshape(-1, 4)
+    G = np.ascontiguousarray(moments(rows, whole, arithmetic="single"))
+    found = np.empty(b)
+    share(lambda first, last: unevenness_tasks(G, n, first, last, found), b, float(b) * d * d)
     return found
 
 

@@ -44,6 +44,8 @@ def sample_items(view, X, levels, d, samples, first, last, moments, uneven):
 
 
 @jit
-def sample_tasks(view, X, levels, d, samples, first, last, moments, uneven):
-    """See `sample_items`."""
-    sample_items(view, X, levels, d, samples, first, last, moments, uneven)
+def unevenness_tasks(moments, rows, first, last, uneven):
+    """Write the unevenness of samples of so many `rows`, by their moments (b, d, d) as `sample_items` sums them."""
+    inverse = empty(0.0, (moments.shape[1],))
+    for t in range(first, last):
+        uneven[t] = _unevenness(moments[t], rows, inverse)
