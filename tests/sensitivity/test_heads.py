@@ -33,7 +33,7 @@ def _head(kind: str, n: int, d: int, seed: int) -> Any:
         X = X @ np.linalg.qr(rng.standard_normal((d, d)))[0]
     elif kind == "dependent":
         X[:, 1] = X[:, 0]
-    elif kind == "zeros":
+    elif kind == "a column of zeros":
         X[:, 1] = 0
     elif kind in ("tiny", "huge"):
         X *= 2.0 ** (-70 if kind == "tiny" else 60)
@@ -62,7 +62,7 @@ def test_a_head_has_the_same_bits_beside_others(n: int, d: int, dtype: str) -> N
 
 
 def alone_reversed(K: Any) -> Any:
-    """The scores of each head with rows and columns in reverse, which other strides give."""
+    """Return the scores of each head alone, with rows and columns in reverse."""
     return np.stack([levattn.leverage_scores(np.ascontiguousarray(X[::-1, ::-1])) for X in K])
 
 
