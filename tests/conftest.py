@@ -156,11 +156,12 @@ def _compiling_is_not_said(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_texts_are_pruned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let `prune` begin at twice the slots where a test does not say: its models are small, and its texts short.
+    """Let `prune` begin at twice the slots, and prune short calls: its models are small, and its texts short.
 
     For all of a module, as fixtures of modules prune as well.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name == "integrations" and find_spec("torch") and find_spec("transformers"):
             patch.setattr("levattn.integrations.transformers.pruned.START", 0)
+            patch.setattr("levattn.integrations.transformers.pruned.FEW", 0)
         yield

@@ -364,11 +364,13 @@ def pruned(
     scores=None,
     chunk=None,
     queries=None,
+    start=0,
 ):
     """Attention of queries (g, m, d) to kept keys, near keys and summaries; causal if there is a chunk.
 
     Causal attention chooses when twice as many keys as there are slots have come, or by thresholds a chunk, and after
-    each chunk from then on.
+    each chunk from then on. It goes by the queries at some positions: after a choice, or the begin, the first one and
+    others at a distance of 1, 2 or 4. Rows before `start` are zeros.
 
     queries: rows (s, d) that keys are chosen by, in place of Q.
     Also the share of the keys attended exactly, (g, m), their places for each of m rows, and the clusters at the end.
@@ -378,6 +380,8 @@ def pruned(
     options = {"size": size, "R": R, "sinks": sinks, "kind": kind, "power": power}
     options |= {"epsilon": epsilon, "center": center, "scores": scores, "rounds": 1 if chunk is None else 0}
     begin = 0 if chunk is None else chunk if epsilon is not None else 2 * (size + R + window + sinks + chunk)
+    begin = max(begin, start)
+    apart = 4 if begin >= 1024 else 2 if begin >= 512 else 1
     single = [Cluster([1.0], [k], [v], [j]) for j, (k, v) in enumerate(zip(K, V, strict=True))]
     Y, share, seen = np.zeros((g, m, V.shape[1])), np.zeros((g, m)), []
     kept, clusters, recent = [], [], []
@@ -391,8 +395,11 @@ def pruned(
             if t >= begin and (t - begin) % chunk == 0 and len(recent) > window:
                 leaving, recent = recent[: len(recent) - window], recent[len(recent) - window :]
                 now = options | {"merged": [j for c in clusters for j in c.places]}
-                kept, clusters = pruned_choice(q[:, :t].reshape(-1, d), K[:t], clusters + kept + leaving, now)
+                asking = [p for p in range(t) if (p if p < begin else (p - begin) % chunk) % apart == 0]
+                kept, clusters = pruned_choice(q[:, asking].reshape(-1, d), K[:t], clusters + kept + leaving, now)
             recent = [*recent, single[t]]
+        if t < start:
+            continue
         exact = {item.places[0]: item for item in recent + kept}
         left = [c for c in (c.without(exact) for c in clusters) if c.w]
         seen.append(sorted(exact))

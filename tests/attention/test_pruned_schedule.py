@@ -121,6 +121,32 @@ def test_chunks_of_any_size_are_the_whole(name: str, cuts: set[int], around: set
     np.testing.assert_array_equal(held.parts[0].kept_places, state.parts[0].kept_places)
 
 
+LATE: dict[str, dict[str, Any]] = {  # selections go by the queries of every second or fourth position
+    "second": {"size": 6, "summaries": 4, "window": 3, "renew_every": 5, "start": 515},
+    "fourth": {"size": 6, "summaries": 4, "window": 3, "renew_every": 7, "start": 1026},
+    "fourth, in whole chunks": {"size": 6, "summaries": 4, "window": 3, "renew_every": 8, "start": 1024},
+    "fourth, expected": {"size": 6, "scores": "expected", "window": 3, "renew_every": 6, "start": 1024},
+    "fourth, squares": {"size": 6, "summaries": 4, "window": 3, "renew_every": 7, "start": 1024, "f": 2},
+}
+
+
+@strategies.stores("float64", "torch-float64")
+@pytest.mark.parametrize("name", LATE)
+def test_late_selections_go_by_some_queries_in_any_chunks(name: str, storage: str) -> None:
+    Q, K, V = arrays(10, LATE[name]["start"] + 41, heads=2)
+    start, oracle = LATE[name]["start"], {"summaries": "R", "scores": "kind", "f": "power", "renew_every": "chunk"}
+    options = {oracle.get(option, option): value for option, value in LATE[name].items()}
+    options["center"] = "power" not in options
+    expected = np.stack([naive_attention.pruned(q[None], k, v, **options)[0][0] for q, k, v in zip(Q, K, V, strict=True)])
+    stored = strategies.STORAGE[storage]
+    for cuts in ([], [start], [1, 2, 300, start - 1, start + 3, start + 20], [start + 2 * i for i in range(20)]):
+        pieces, held = [], None
+        for low, high in pairwise([0, *cuts, K.shape[1]]):
+            piece, held = walk(*(stored(X[:, low:high]) for X in (Q, K, V)), state=held, **LATE[name])
+            pieces.append(strategies.as_float64(piece))
+        np.testing.assert_allclose(np.concatenate(pieces, axis=1)[:, start:], expected[:, start:], atol=1e-10)
+
+
 def test_steps_of_decoding_are_the_whole() -> None:
     Q, K, V = (x.astype(np.float32) for x in arrays(2))
     whole = causal_pruned_attention(Q, K, V, BUDGET)

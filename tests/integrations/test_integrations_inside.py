@@ -226,14 +226,46 @@ def test_decoders_read_the_first_positions_densely_unless_a_selection_says_other
     for few, start in ((8, far), (Selection(8), far), (Selection(8, start=0), 0), ({0: 8, 1: Selection(8)}, far)):
         with prune(model, few) as report:
             assert torch.equal(output(model, ids, use_cache=cached), wanted[start])
-            assert "first selection" not in str(report)
+            assert "read all keys" not in str(report)
             short = output(model, ids[:, :far], use_cache=cached)
         assert torch.equal(short, dense) == bool(start)
-        assert ("2 of 4 calls of layers ended before their first selection" in str(report)) == bool(start)
+        assert ("2 of 4 calls of layers read all keys" in str(report)) == bool(start)
     encoder = base("Esm")
     dense = output(encoder)
     with prune(encoder, 0.5):  # where nothing waits
         assert difference(output(encoder), dense) > 1e-3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("few", [{1: 8}, {(1, 1): 0.4}, {(1, 0): Selection(8, renew_every=3), (1, 1): 7}], ids=repr)
+def test_short_calls_read_all_keys_and_later_ones_go_on_as_if_they_had_not(
+    few: Any, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 3 positions in the place of 128. In the last layer alone, so that queries and keys do not depend on it."""
+    model, ids, mask = base(), tokens(length=4 * T), torch.ones((2, 4 * T), dtype=torch.int64)
+    mask[1, : 2 * padded] = 0
+    sizes = [2 * T, 1, 3, 2, 4, 1, 1, 8, *[1] * (2 * T - 26), 6]
+    pieces = [*pairwise([0, *np.cumsum(sizes).tolist()])]
+
+    def read() -> list[Any]:
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for low, high in pieces:
+            given = {"attention_mask": mask[:, :high]} if padded else {}
+            found.append(output(model, ids[:, low:high], **given, **{CACHE: cache}))
+            cache.batch_select_indices(torch.tensor([0, 1]))
+        return found
+
+    dense = read()
+    monkeypatch.setattr("levattn.integrations.transformers.pruned.FEW", 3)
+    with prune(model, few) as report:
+        found = read()
+    assert f"{sum(size <= 3 for size in sizes)} of {len(sizes)} calls of layers read all keys" in str(report)
+    monkeypatch.setattr("levattn.integrations.transformers.pruned.FEW", 0)
+    with prune(model, few, measure=False):
+        pruned = read()
+    assert difference(pruned[-1], dense[-1]) > 1e-3
+    for size, Y, exact, other in zip(sizes, found, dense, pruned, strict=True):
+        assert difference(Y, exact if size <= 3 else other) < 2e-5
 
 
 def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:

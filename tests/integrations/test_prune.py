@@ -96,6 +96,24 @@ def test_pieces_of_a_text_are_one_call_across_the_first_selection(options: Any) 
     assert difference(torch.cat(exact, 1), wanted) > 1e-3
 
 
+@pytest.mark.parametrize("start", [515, 1024])
+def test_pieces_of_a_long_text_hold_few_queries_before_the_first_selection(start: int) -> None:
+    """Selections go by those of every second or fourth position."""
+    few = Selection(size=4, summaries=2, window=1, sinks=1, renew_every=7, start=start)
+    model, ids = copy.deepcopy(base()).double(), tokens(length=start + 20)
+    with prune(model, few, measure=False):
+        wanted = output(model, ids, use_cache=False)
+        for pieces in ((start - 2, start - 1, start + 3), (201, 202, 203, 204, 205, start + 9), (start + 1,)):
+            cache, found = transformers.DynamicCache(config=model.config), []
+            for low, high in zip((0, *pieces), (*pieces, len(ids[0])), strict=True):
+                found.append(output(model, ids[:, low:high], **{CACHE: cache}))
+                if high < start:
+                    (held,) = cache.layers[0].states[0]
+                    assert held.nbytes <= cache.layers[0].keys.nbytes * 4 * (high + 4) // (start // 256 * high)
+            assert difference(torch.cat(found, 1), wanted) < 1e-10
+    assert difference(output(model, ids), wanted) > 1e-3
+
+
 def test_sequences_change_places_before_the_first_selection() -> None:
     """Beam search takes sequences while layers hold queries in place of states."""
     model, few = base(), Selection(size=4, summaries=2, window=1, sinks=1, renew_every=2)

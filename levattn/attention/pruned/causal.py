@@ -463,7 +463,8 @@ def _run(
     queries, keys = [part.queries], [part.keys]
     if count > 1 or not last:
         factor = walk.factor if walk.unscaled(q) else 1.0
-        queries, keys = _sums_after(part, without_gradient(q), without_gradient(rows[0][:, near:, :]), count, factor)
+        asking, new = _asking(rule, part, without_gradient(q), count), without_gradient(rows[0][:, near:, :])
+        queries, keys = _sums_after(part, asking, new, count, factor)
     ends = [part.positions + (i + 1) * length for i in range(count)]
     due = [rule.selects_at(end) and not (last and end == ends[-1]) for end in ends]
     known: list[Known | None] = [None] * count
@@ -517,11 +518,12 @@ def _run_in_turn(
     b, g, T, _ = q.shape
     length, followed, before = T // count, count - last, part
     near = rows[0].shape[1] - T
-    total, second = _running(q, count, part.queries, walk.factor if walk.unscaled(q) else 1.0)
+    asking = _asking(walk.rule, part, q, count)
+    total, second = _running(asking, count, part.queries, walk.factor if walk.unscaled(q) else 1.0)
     of_keys, _ = _running(rows[0][:, None, near:, :], count, part.keys)
     queries, keys = (
         [sums.count + (i + 1) * n for i in range(count)]
-        for sums, n in ((part.queries, g * length), (part.keys, length))
+        for sums, n in ((part.queries, g * asking.shape[2] // count), (part.keys, length))
     )
     of_queries = (
         total[:followed].reshape(-1, *total.shape[2:]),
@@ -555,6 +557,18 @@ def _run_in_turn(
     # copies, because the next call in turn writes to this memory, and may then have to begin again
     slots = {name: mapped(vars(each)[name], lambda array: _alone(array[-b:])) for name in names}
     return (Y,), replace(each, **slots)
+
+
+def _asking(rule: SelectionRule, part: PrunedPart, q: Any, count: int) -> Any:
+    """Return the queries (b, g, n, d) that selections go by, among those of the next `count` chunks."""
+    (b, g, T, d), since = q.shape, part.positions
+    if since >= rule.first:
+        since = rule.since_selection(since)
+    which = slice(-since % rule.stride, None, rule.stride)
+    if count == 1 or T // count % rule.stride == 0:
+        return q[:, :, which, :]
+    xp = namespace_of(q)
+    return xp.reshape(xp.reshape(q, (b, g, count, T // count, d))[:, :, :, which, :], (b, g, -1, d))
 
 
 def _running(X: Any, count: int, before: choice.Sums, factor: float = 1.0) -> list[Any]:

@@ -25,6 +25,8 @@ _OF_KEYS = [name for name, rule in BASELINES.items() if rule.function is not Non
 BY_ATTENTION = "attention"  # the scores that need the attention of given queries
 
 _CHUNK = 64  # positions between two selections of causal attention by default
+_STRIDE = 4  # of the positions whose queries causal selections go by, at most
+_LEAST_QUERIES = 256  # positions before the first selection for each unit of the stride
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
 FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
@@ -119,7 +121,8 @@ class Selection:
         Causal: positions before the first selection, at least. They read all keys before them. The first selection
         also waits for twice as many positions as there are slots (with a threshold, for a chunk). None: 0 for
         functions and layers, and 1536 for `levattn.integrations.transformers.prune`, because shorter texts are read
-        as fast without pruning.
+        as fast without pruning. Selections go by the queries so far; with at least 512 positions before the first
+        one, by those of every second position, and with 1024 of every fourth.
 
     Raises
     ------
@@ -571,6 +574,17 @@ class SelectionRule:
         The mean query of these positions reads as many keys as there are slots. `start` may ask for more positions.
         """
         return max(self.start, self.slots.chunk if self.epsilon is not None else 2 * self.slots.total)
+
+    @property
+    def stride(self) -> int:
+        """Causal: the distance of positions whose queries selections go by; at least 256 come before the first one."""
+        return min(_STRIDE, max(1, self.first // _LEAST_QUERIES))
+
+    def asking(self, positions: int, count: int) -> Any:
+        """Return which of the next `count` positions have a query that selections go by: their numbers, int64."""
+        at = np.arange(positions, positions + count)
+        since = np.where(at < self.first, at, (at - self.first) % self.slots.chunk)
+        return np.flatnonzero(since % self.stride == 0) + positions
 
     def until_selection(self, positions: int) -> int:
         """Return how many positions come before the next selection, at least one."""

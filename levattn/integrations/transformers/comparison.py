@@ -32,22 +32,24 @@ class Sample(NamedTuple):
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def compared(arrays: Arrays, plan: Sequence[Held], Y: Any, sample: Sample) -> Any:
+def compared(arrays: Arrays, plan: Sequence[Held] | None, Y: Any, sample: Sample) -> Any:
     """Return the figures of a sample, (sequences, heads, figures) in float64; Y (B, H, m, D) is the pruned output.
 
-    The queries are spread evenly over positions, so a repeated call is measured at the same queries.
+    The queries are spread evenly over positions, so a repeated call is measured at the same queries. A call that read
+    all keys has no plan.
     """
     found = np.zeros((len(sample.rows), arrays.k.shape[1], len(FIGURES)))
-    for held in plan:
-        mine = held.of_sequences(sample.rows)
-        which = np.arange(len(sample.rows)) if mine.rows is None else mine.rows
+    for held in (None,) if plan is None else plan:
+        mine = None if held is None else held.of_sequences(sample.rows)
+        which = np.arange(len(sample.rows)) if mine is None or mine.rows is None else mine.rows
         if not len(which):
             continue
         of = sample.rows[which]
         part, result = arrays.of_sequences(of), Y[torch.as_tensor(of, device=Y.device)]
-        summaries = int(held.selection.summaries or 0)
+        summaries = 0 if held is None else int(held.selection.summaries or 0)
+        exact: Any = _exact_of_whole if held is None else _exact_of_causal if part.causal else _exact_of_all
         sums = []
-        for places, keys, counted in (_exact_of_causal if part.causal else _exact_of_all)(part, mine, sample.queries):
+        for places, keys, counted in exact(part, mine, sample.queries):
             figures = (_figures(part, result, places, keys, summaries) * counted).sum(-1)
             present = _there(part)[:, places + part.k.shape[2] - part.q.shape[2]].sum(-1)
             figures[1:] *= present[:, None] / counted.sum(-1).clamp(min=1)
@@ -77,6 +79,14 @@ def _figures(arrays: Arrays, Y: Any, places: Any, exact: Any, R: int) -> Any:
         "norm": (dense * dense).sum((2, 4)),
     }
     return torch.stack([found[name].to(P.dtype) for name in FIGURES])
+
+
+def _exact_of_whole(arrays: Arrays, _held: None, each: int) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield places of queries that attend to all keys, these keys, and flags to count them."""
+    m, groups = arrays.q.shape[2], arrays.k.shape[1]
+    places = np.concatenate([np.arange(*run) for run in _runs(m, each)])
+    there = _there(arrays)[:, None, places + arrays.k.shape[2] - m].expand(-1, groups, -1)
+    yield places, arrays.visible(places)[:, None].expand(len(there), groups, -1, -1), there
 
 
 def _exact_of_causal(arrays: Arrays, held: Held, each: int) -> Iterator[tuple[Any, Any, Any]]:

@@ -125,8 +125,8 @@ class MeasuredCall:
         self.sample = sample
         self.found: list[tuple[Group, float, Any]] = []  # figures (sequences, heads, figures)
 
-    def add(self, group: Group, seconds: float, arrays: Arrays, plan: Sequence[Held], Y: Any) -> None:
-        """Compare a group of heads, whose output is Y (B, H, m, D), with dense attention."""
+    def add(self, group: Group, seconds: float, arrays: Arrays, plan: Sequence[Held] | None, Y: Any) -> None:
+        """Compare a group of heads, whose output is Y (B, H, m, D), with dense attention; no plan if it read all keys."""
         self.found.append((group, seconds, compared(arrays, plan, Y, self.sample)))
 
 
@@ -143,7 +143,7 @@ class Tally:
     def __init__(self, layer: int, heads: Iterable[int], sampler: Sampler) -> None:
         self.layer, self.sampler = layer, sampler
         self.calls = 0
-        self.whole = 0  # calls in which some heads to prune read all keys, before their first selection
+        self.whole = 0  # calls in which some heads to prune read all keys
         self.sequences = 0  # of these calls
         self.seconds = 0.0
         self.of_heads = {head: FigureSums() for head in heads}

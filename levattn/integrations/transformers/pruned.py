@@ -19,7 +19,9 @@ from levattn.integrations.transformers.discovery import ModelLayer
 from levattn.integrations.transformers.interface import PART, Interface
 from levattn.integrations.transformers.states import FullPrunedLayer, Held, SlidingPrunedLayer, States
 
-START = 1536  # positions of a decoder that are read densely where a selection does not say: pruning pays after them
+# Where a selection does not say, a decoder reads these positions densely, as pruning does not pay there
+START = 1536  # the first ones
+FEW = 128  # those of a call after others: questions, answers
 _prunings = count()  # each state in a cache belongs to a pruning
 
 
@@ -131,36 +133,53 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
     They depend on a sequence's number of keys without padding: a share is of these keys, and a number of slots may
     cover them.
     """
+    lengths, every = [arrays.k.shape[2]], np.zeros(len(arrays.k), np.int64)
     shares = isinstance(selection.budget, float) or isinstance(selection.size, float)
-    if arrays.present is None or not (shares or not arrays.causal):
-        return [Held(None, selection_of_call(selection, arrays.k.shape[2], causal=arrays.causal))]
-    lengths, found = arrays.present.sum(1).cpu().numpy(), []
-    for length in np.unique(lengths):
-        rows = np.flatnonzero(lengths == length)
-        own = selection_of_call(selection, int(length), causal=arrays.causal)
-        found.append(Held(None if len(rows) == len(lengths) else rows, own))
+    if arrays.present is not None and (shares or not arrays.causal):
+        every = arrays.present.sum(1).cpu().numpy()
+        lengths = np.unique(every).tolist()
+    found = []
+    for length in lengths:
+        rows = None if len(lengths) == 1 else np.flatnonzero(every == length)
+        own = selection_of_call(selection, length, causal=arrays.causal)
+        rule = rule_of(own, 1, power=None, causal=True, aligned=True, endless=True) if arrays.causal else None
+        found.append(Held(rows, own, rule, FEW if arrays.causal and selection.start is None else 0))
     return found
 
 
 def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
-    """Tell whether a call ends before its first selection, so that the model's own attention gives its output."""
-    if not arrays.causal or arrays.present is not None or any(held.state is not None for held in plan):
-        return False
-    rules = (rule_of(held.selection, 1, power=None, causal=True, aligned=True, endless=True) for held in plan)
-    return all(arrays.k.shape[2] <= rule.first for rule in rules)
+    """Tell whether a call has few positions after others, or ends before its first selection.
+
+    The model's own attention then gives its output.
+    """
+    m, n = arrays.q.shape[2], arrays.k.shape[2]
+    if not arrays.causal or (m < n and all(m <= held.few for held in plan)):
+        return arrays.causal
+    return arrays.present is None and all(held.state is None and n <= held.rule.first for held in plan)
 
 
-def _begun(arrays: Arrays, plan: Sequence[Held]) -> list[Held]:
-    """Return a plan with the states of positions before the call, of which there are only queries so far."""
-    before, found = arrays.k.shape[2] - arrays.q.shape[2], []
-    for held in plan:
-        if held.asked:
-            part = arrays.of_sequences(held.rows)
-            early = replace(part, q=torch.cat(held.asked, 2), k=part.k[:, :, :before], v=part.v[:, :, :before])
-            found.append(replace(held, state=early.state(held.selection, 0, before), asked=()))
-        else:
-            found.append(held)
-    return found
+def _with_queries(arrays: Arrays, group: Group, held: Held) -> Held:
+    """Return the held sequences of a group after a call that reads all keys."""
+    m, n = arrays.q.shape[2], arrays.k.shape[2]
+    if n - held.seen > max(START, held.rule.first):
+        held = _advanced(arrays.of_heads(group), held, n - m)
+    places = held.rule.asking(n - m, m) if arrays.present is None else np.arange(n - m, n)
+    if not len(places):
+        return held
+    q = _taken(_taken(arrays.q, places - (n - m), 2), group.of_queries(arrays.q.shape[1] // arrays.k.shape[1]), 1)
+    return held.with_queries(places, q if held.rows is None else _taken(q, held.rows, 0))
+
+
+def _advanced(arrays: Arrays, held: Held, end: int) -> Held:
+    """Return held sequences with the state after `end` positions, of which there are only queries so far."""
+    if held.seen == end:
+        return held
+    part = arrays.of_sequences(held.rows)
+    q = part.q.new_zeros((*part.q.shape[:2], end - held.seen, part.q.shape[3]))  # no selection goes by other queries
+    for places, asked in held.asked:
+        q[:, :, torch.as_tensor(places - held.seen, device=q.device)] = asked
+    early = replace(part, q=q, k=part.k[:, :, :end], v=part.v[:, :, :end])
+    return replace(held, state=early.state(held.state or held.selection, 0, end - held.seen), seen=end, asked=())
 
 
 def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, tuple[Held, ...]]:
@@ -173,7 +192,7 @@ def outputs(arrays: Arrays, plan: Sequence[Held], *, keep: bool) -> tuple[Any, t
         )
         if keep:
             Y, state = Y
-            after.append(replace(held, state=state))
+            after.append(replace(held, state=state, seen=arrays.k.shape[2]))
         pieces.append(Y)
     return _placed(pieces, [held.rows for held in plan], 0), tuple(after)
 
@@ -304,34 +323,37 @@ def _of_groups(
 ) -> tuple[Any, States, bool]:
     """Return the output (B, H, m, D) of all groups of heads, and the states of each group if `keep`.
 
-    And whether a group that has a selection read all keys, before its first one.
+    And whether a group that has a selection read all keys.
 
     measurement: compares each group with dense attention, unless it is None.
     """
-    pieces, states, whole = [], [], False
-    for number, group in enumerate(part.groups):
-        mine = arrays.of_heads(group)
+    plan_of: list[Sequence[Held]] = [
+        before[number] if before else () if group.selection is None else plans(arrays, group.selection)
+        for number, group in enumerate(part.groups)
+    ]
+    whole = [bool(plan) and _reads_all(arrays, plan) for plan in plan_of]
+    together = measurement is None and all(all_keys or not plan for all_keys, plan in zip(whole, plan_of, strict=True))
+    pieces, states = [dense(arrays)] if together else [], []
+    for group, plan, all_keys in zip(part.groups, plan_of, whole, strict=True):
         after: tuple[Held, ...] = ()
-        plan: Sequence[Held] = ()
-        if group.selection is not None:
-            plan = before[number] if before else plans(mine, group.selection)
-        start = time_on(mine.q.device) if measurement else 0.0
-        if not plan:
-            Y = dense(mine)
-        elif _reads_all(mine, plan):
-            Y, whole = dense(mine), True
-            after = tuple(held.with_queries(mine.q) for held in plan) if keep else ()
-        else:
-            plan = _begun(mine, plan)
-            Y, after = outputs(mine, plan, keep=keep)
-        if plan and measurement:
-            measurement.add(group, time_on(mine.q.device) - start, mine, plan, Y)
-        pieces.append(Y)
+        if not together:
+            mine = arrays.of_heads(group)
+            start = time_on(mine.q.device) if measurement else 0.0
+            if all_keys or not plan:
+                Y = dense(mine)
+            else:
+                plan = [_advanced(mine, held, mine.k.shape[2] - mine.q.shape[2]) for held in plan]
+                Y, after = outputs(mine, plan, keep=keep)
+            if plan and measurement:
+                measurement.add(group, time_on(mine.q.device) - start, mine, None if all_keys else plan, Y)
+            pieces.append(Y)
+        if all_keys and keep:
+            after = tuple(_with_queries(arrays, group, held) for held in plan)
         states.append(after)
     if len(pieces) == 1:
-        return pieces[0], tuple(states), whole
+        return pieces[0], tuple(states), any(whole)
     each = arrays.q.shape[1] // arrays.k.shape[1]
-    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states), whole
+    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states), any(whole)
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

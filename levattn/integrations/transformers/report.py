@@ -188,7 +188,7 @@ class PruneReport(HeadsTable):
             ]
         calls, whole = (sum(getattr(tally, name) for tally in self._tallies.values()) for name in ("calls", "whole"))
         if whole:
-            notes.append(f"{whole} of {calls} calls of layers ended before their first selection: see Selection.start")
+            notes.append(f"{whole} of {calls} calls of layers read all keys: see Selection.start")
         if any(row["slots"] is None for row in rows):
             called = any(row["calls"] for row in rows)
             notes.append(f"-: {_UNMEASURED[self.options['measure']] if called else 'the model was not called yet'}")

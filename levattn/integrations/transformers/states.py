@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from levattn._core.arrays import array_namespace, take_entries
 from levattn.attention import MacchiatoState, PrunedState, Selection
+from levattn.attention.pruned.selection import SelectionRule
 from levattn.attention.pruned.state import picked
 from levattn.states import SoftmaxState
 
@@ -97,25 +98,33 @@ def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], atte
 
 @dataclass(frozen=True)
 class Held:
-    """Some sequences of a group of heads, the selection of their first call, and their state after it.
+    """Some sequences of a group of heads, the selection of their first call, and their state.
 
     rows: (b,) numbers of the sequences, a numpy array, or None for all.
 
-    asked: before the first selection, the queries so far in place of a state, tensors (b, heads, positions, d). Keys
-    and values are in the layer.
+    rule: of the selection if attention is causal. few: calls of at most so many positions after others attend to all keys.
+
+    state: after the first `seen` positions; None for none.
+
+    asked: of later positions, the queries that selections go by, tensors (b, heads, ·, d), each with the numbers of
+    their positions, int64 of numpy. Keys and values are in the layer.
     """
 
     rows: Any
     selection: Selection
+    rule: SelectionRule | None
+    few: int
     state: PrunedState | None = None
-    asked: tuple[Any, ...] = ()
+    seen: int = 0
+    asked: tuple[tuple[Any, Any], ...] = ()
 
-    def with_queries(self, q: Any) -> Held:
+    def with_queries(self, places: Any, q: Any) -> Held:
         """Return these after further queries; each tensor has more of them than the next one."""
         q = q.detach()
-        asked = [*self.asked, q if q.untyped_storage().nbytes() <= 2 * q.nbytes else q.clone()]
-        while len(asked) > 1 and asked[-2].shape[2] <= asked[-1].shape[2]:
-            asked[-2:] = [torch.cat(asked[-2:], 2)]
+        asked = [*self.asked, (places, q if q.untyped_storage().nbytes() <= 2 * q.nbytes else q.clone())]
+        while len(asked) > 1 and len(asked[-2][0]) <= len(asked[-1][0]):
+            (before, earlier), (after, later) = asked[-2:]
+            asked[-2:] = [(np.concatenate([before, after]), torch.cat([earlier, later], 2))]
         return replace(self, asked=tuple(asked))
 
     def of_sequences(self, chosen: Any) -> Held:
@@ -124,15 +133,15 @@ class Held:
         if self.rows is not None:
             rows = np.flatnonzero(np.isin(chosen, self.rows))
             places = np.searchsorted(self.rows, chosen[rows])
-        asked = tuple(q[torch.as_tensor(places, device=q.device)] for q in self.asked)
+        asked = tuple((at, q[torch.as_tensor(places, device=q.device)]) for at, q in self.asked)
         return replace(
             self, rows=rows, state=None if self.state is None else _pruned_state(self.state, places), asked=asked
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, or of the queries in its place."""
-        return sum(int(q.nbytes) for q in self.asked) + (0 if self.state is None else self.state.nbytes)
+        """Bytes of the state and of the queries after it."""
+        return sum(int(at.nbytes + q.nbytes) for at, q in self.asked) + (0 if self.state is None else self.state.nbytes)
 
 
 States = tuple[tuple[Held, ...], ...]  # of each group of heads

@@ -679,7 +679,7 @@ def _named(selection: Mapping[Any, Any]) -> dict[tuple[int, int], Selection]:
 def selection_of_cache(name: str, selection: Any) -> Selection:
     """Return a selection that a cache can keep, or raise."""
     found = selection_for_models(selection, name, queries=True)
-    if found.renew_every is not None and asks_queries(found.scores):
+    if asks_queries(found.scores) and found.renew_every is not None:  # raises for some functions, before the reading
         raise ValueError(
             f"{name} is {found}, whose scores need queries of the context, which are gone when slots are renewed; "
             "expected renew_every=None, or other scores"
