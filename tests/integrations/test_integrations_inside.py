@@ -241,7 +241,7 @@ def test_decoders_read_the_first_positions_densely_unless_a_selection_says_other
 def test_short_calls_read_all_keys_and_later_ones_go_on_as_if_they_had_not(
     few: Any, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 3 positions in the place of 128. In the last layer alone, so that queries and keys do not depend on it."""
+    """With 3 positions in the place of 256. In the last layer alone, so that queries and keys do not depend on it."""
     model, ids, mask = base(), tokens(length=4 * T), torch.ones((2, 4 * T), dtype=torch.int64)
     mask[1, : 2 * padded] = 0
     sizes = [2 * T, 1, 3, 2, 4, 1, 1, 8, *[1] * (2 * T - 26), 6]

@@ -560,7 +560,7 @@ def _run_in_turn(
 
 
 def _asking(rule: SelectionRule, part: PrunedPart, q: Any, count: int) -> Any:
-    """Return the queries (b, g, n, d) that selections go by, among those of the next `count` chunks."""
+    """Return the queries (b, g, n, d) in the next `count` chunks that selections go by."""
     (b, g, T, d), since = q.shape, part.positions
     if since >= rule.first:
         since = rule.since_selection(since)

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,6 +28,7 @@ BY_ATTENTION = "attention"  # the scores that need the attention of given querie
 _CHUNK = 64  # positions between two selections of causal attention by default
 _STRIDE = 4  # of the positions whose queries causal selections go by, at most
 _LEAST_QUERIES = 256  # positions before the first selection for each unit of the stride
+_NONE = np.zeros(0, np.int64)
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
 SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
 FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
@@ -121,8 +123,9 @@ class Selection:
         Causal: positions before the first selection, at least. They read all keys before them. The first selection
         also waits for twice as many positions as there are slots (with a threshold, for a chunk). None: 0 for
         functions and layers, and 1536 for `levattn.integrations.transformers.prune`, because shorter texts are read
-        as fast without pruning. Selections go by the queries so far; with at least 512 positions before the first
-        one, by those of every second position, and with 1024 of every fourth.
+        as fast without pruning. Its short calls after others then read all keys too. Selections go by the queries so
+        far. If at least 512 positions come before the first one, every second query counts, and from 1024 on every
+        fourth.
 
     Raises
     ------
@@ -567,7 +570,7 @@ class SelectionRule:
         """Whether all steps of a causal selection may be one kernel."""
         return self.power is None and self.epsilon is None and self.kind in ("residual", "expected")
 
-    @property
+    @cached_property
     def first(self) -> int:
         """Causal: the number of positions before the first selection: twice the slots, or a chunk with a threshold.
 
@@ -575,13 +578,16 @@ class SelectionRule:
         """
         return max(self.start, self.slots.chunk if self.epsilon is not None else 2 * self.slots.total)
 
-    @property
+    @cached_property
     def stride(self) -> int:
         """Causal: the distance of positions whose queries selections go by; at least 256 come before the first one."""
         return min(_STRIDE, max(1, self.first // _LEAST_QUERIES))
 
     def asking(self, positions: int, count: int) -> Any:
         """Return which of the next `count` positions have a query that selections go by: their numbers, int64."""
+        if count == 1:  # a step of decoding
+            after = positions if positions < self.first else self.since_selection(positions)
+            return _NONE if after % self.stride else np.array([positions])
         at = np.arange(positions, positions + count)
         since = np.where(at < self.first, at, (at - self.first) % self.slots.chunk)
         return np.flatnonzero(since % self.stride == 0) + positions

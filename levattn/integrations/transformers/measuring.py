@@ -126,7 +126,10 @@ class MeasuredCall:
         self.found: list[tuple[Group, float, Any]] = []  # figures (sequences, heads, figures)
 
     def add(self, group: Group, seconds: float, arrays: Arrays, plan: Sequence[Held] | None, Y: Any) -> None:
-        """Compare a group of heads, whose output is Y (B, H, m, D), with dense attention; no plan if it read all keys."""
+        """Compare a group of heads, whose output is Y (B, H, m, D), with dense attention.
+
+        Without a plan the group read all keys.
+        """
         self.found.append((group, seconds, compared(arrays, plan, Y, self.sample)))
 
 

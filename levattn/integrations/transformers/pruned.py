@@ -21,7 +21,7 @@ from levattn.integrations.transformers.states import FullPrunedLayer, Held, Slid
 
 # Where a selection does not say, a decoder reads these positions densely, as pruning does not pay there
 START = 1536  # the first ones
-FEW = 128  # those of a call after others: questions, answers
+FEW = 256  # those of a call after others: questions, answers
 _prunings = count()  # each state in a cache belongs to a pruning
 
 
@@ -166,7 +166,9 @@ def _with_queries(arrays: Arrays, group: Group, held: Held) -> Held:
     places = held.rule.asking(n - m, m) if arrays.present is None else np.arange(n - m, n)
     if not len(places):
         return held
-    q = _taken(_taken(arrays.q, places - (n - m), 2), group.of_queries(arrays.q.shape[1] // arrays.k.shape[1]), 1)
+    q, groups = arrays.q if len(places) == m else _taken(arrays.q, places - (n - m), 2), arrays.k.shape[1]
+    if len(group.heads) < groups:
+        q = _taken(q, group.of_queries(q.shape[1] // groups), 1)
     return held.with_queries(places, q if held.rows is None else _taken(q, held.rows, 0))
 
 

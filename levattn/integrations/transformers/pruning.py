@@ -24,9 +24,9 @@ from levattn.integrations.transformers.report import PruneReport
 from levattn.nn.levattention import checked_selection
 
 _ALIKE = (
-    "all heads of a decoder are pruned alike: the decoder loses recall, while the loss of plain text hardly "
-    'changes. Give heads="auto" if the model has a profile, or heads=head_profile(model, tokenizer), or name the '
-    "layers to prune"
+    "all heads of a decoder are pruned alike, in answers too, as the selection has a start: the decoder loses recall, "
+    'while the loss of plain text hardly changes. Give heads="auto" if the model has a profile, or '
+    "heads=head_profile(model, tokenizer), or name the layers to prune, or let short calls read all keys (start=None)"
 )
 _READABLE = ("eager", "sdpa", PRUNED.name, None)  # implementations whose masks tell which keys a query sees
 
@@ -64,14 +64,16 @@ def prune(
     and values, in place of dense attention. Pruning needs no training. It lasts until ``report.remove()``, or to the
     end of a block: ``with prune(model, 0.25) as report: ...``.
 
-    A decoder reads the first 1536 positions densely, because pruning does not pay there; `Selection.start` says
-    otherwise. A call that ends before its first selection takes the model's own attention.
+    A decoder reads some positions densely, because pruning pays there neither in time nor in recall. These are the
+    first 1536, and calls of at most 256 positions after others: questions, and steps of an answer. A selection with a
+    `Selection.start`, also 0, prunes all calls after its first selection. What is read densely takes the model's own
+    attention.
 
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
     keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone.
-    Decoding with a cache gives the same output as one call over the same positions, for budgets in numbers of slots.
-    (A share refers to the positions of the first call.) The pruning honors each argument that a layer passes to its
-    attention, or refuses it by name.
+    With a `Selection.start`, decoding with a cache gives the same output as one call over the same positions, for
+    budgets in numbers of slots. (A share refers to the positions of the first call.) The pruning honors each argument
+    that a layer passes to its attention, or refuses it by name.
 
     Parameters
     ----------
@@ -114,7 +116,8 @@ def prune(
     Warns
     -----
     RecallWarning
-        If all heads of a decoder get the same budget, because the decoder then loses recall.
+        If all heads of a decoder get the same budget with a `Selection.start`. Answers are then pruned too, and lose
+        recall.
     ProfileWarning
         If `heads` is a profile of other weights.
 
@@ -176,7 +179,7 @@ def prune(
         checked_selection(of_heads[number, head], causal=there[number].causal)
     chosen = {number: _groups_of(number, there[number], of_heads) for number in sorted({n for n, _ in of_heads})}
     chosen = {number: groups for number, groups in chosen.items() if not groups[0].dense}
-    if alike and any(there[number].causal for number in chosen):
+    if alike and any(there[number].causal for number in chosen) and as_selection(selection).start is not None:
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"selection": _shown(selection), "layers": layers, "heads": heads, "measure": measure}
     report = PruneReport(type(model).__name__, given)

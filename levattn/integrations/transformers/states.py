@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from levattn._core.arrays import array_namespace, take_entries
 from levattn.attention import MacchiatoState, PrunedState, Selection
-from levattn.attention.pruned.selection import SelectionRule
 from levattn.attention.pruned.state import picked
 from levattn.states import SoftmaxState
 
@@ -102,7 +101,9 @@ class Held:
 
     rows: (b,) numbers of the sequences, a numpy array, or None for all.
 
-    rule: of the selection if attention is causal. few: calls of at most so many positions after others attend to all keys.
+    rule: of the selection if attention is causal, else None.
+
+    few: calls of at most so many positions after others attend to all keys.
 
     state: after the first `seen` positions; None for none.
 
@@ -112,7 +113,7 @@ class Held:
 
     rows: Any
     selection: Selection
-    rule: SelectionRule | None
+    rule: Any
     few: int
     state: PrunedState | None = None
     seen: int = 0
@@ -141,7 +142,9 @@ class Held:
     @property
     def nbytes(self) -> int:
         """Bytes of the state and of the queries after it."""
-        return sum(int(at.nbytes + q.nbytes) for at, q in self.asked) + (0 if self.state is None else self.state.nbytes)
+        return sum(int(at.nbytes + q.nbytes) for at, q in self.asked) + (
+            0 if self.state is None else self.state.nbytes
+        )
 
 
 States = tuple[tuple[Held, ...], ...]  # of each group of heads
