@@ -51,7 +51,7 @@ def smollm2_keys() -> Array | None:
     import torch
     from transformers import DynamicCache
 
-    sys.path.append(str(Path(__file__).parents[1] / "decoders"))  # which has modules of the same names as this folder
+    sys.path.append(str(Path(__file__).parents[1] / "decoders"))  # last: it has modules of the same names
     import smollm2
     from tasks import reference
 

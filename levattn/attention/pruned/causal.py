@@ -561,10 +561,7 @@ def _run_in_turn(
 
 def _asking(rule: SelectionRule, part: PrunedPart, q: Any, count: int) -> Any:
     """Return the queries (b, g, n, d) in the next `count` chunks that selections go by."""
-    (b, g, T, d), since = q.shape, part.positions
-    if since >= rule.first:
-        since = rule.since_selection(since)
-    which = slice(-since % rule.stride, None, rule.stride)
+    (b, g, T, d), which = q.shape, slice(-rule.since_selection(part.positions) % rule.stride, None, rule.stride)
     if count == 1 or T // count % rule.stride == 0:
         return q[:, :, which, :]
     xp = namespace_of(q)

@@ -586,19 +586,18 @@ class SelectionRule:
     def asking(self, positions: int, count: int) -> Any:
         """Return which of the next `count` positions have a query that selections go by: their numbers, int64."""
         if count == 1:  # a step of decoding
-            after = positions if positions < self.first else self.since_selection(positions)
-            return _NONE if after % self.stride else np.array([positions])
+            return _NONE if self.since_selection(positions) % self.stride else np.array([positions])
         at = np.arange(positions, positions + count)
         since = np.where(at < self.first, at, (at - self.first) % self.slots.chunk)
         return np.flatnonzero(since % self.stride == 0) + positions
 
     def until_selection(self, positions: int) -> int:
         """Return how many positions come before the next selection, at least one."""
-        return self.first - positions if positions < self.first else self.slots.chunk - self.since_selection(positions)
+        return (self.first if positions < self.first else self.slots.chunk) - self.since_selection(positions)
 
     def since_selection(self, positions: int) -> int:
-        """Return how many positions came after the last selection; `positions` is at least `first`."""
-        return (positions - self.first) % self.slots.chunk
+        """Return how many positions came after the last selection, or so far before the first one."""
+        return positions if positions < self.first else (positions - self.first) % self.slots.chunk
 
     def selects_at(self, positions: int) -> bool:
         """Tell whether a selection follows after this number of positions."""

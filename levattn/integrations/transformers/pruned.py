@@ -153,8 +153,10 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
     The model's own attention then gives its output.
     """
     m, n = arrays.q.shape[2], arrays.k.shape[2]
-    if not arrays.causal or (m < n and all(m <= held.few for held in plan)):
-        return arrays.causal
+    if not arrays.causal:
+        return False
+    if m < n and all(m <= held.few for held in plan):
+        return True
     return arrays.present is None and all(held.state is None and n <= held.rule.first for held in plan)
 
 

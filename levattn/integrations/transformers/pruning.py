@@ -179,7 +179,7 @@ def prune(
         checked_selection(of_heads[number, head], causal=there[number].causal)
     chosen = {number: _groups_of(number, there[number], of_heads) for number in sorted({n for n, _ in of_heads})}
     chosen = {number: groups for number, groups in chosen.items() if not groups[0].dense}
-    if alike and any(there[number].causal for number in chosen) and as_selection(selection).start is not None:
+    if alike and any(there[number].causal for number in chosen) and selection.start is not None:
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"selection": _shown(selection), "layers": layers, "heads": heads, "measure": measure}
     report = PruneReport(type(model).__name__, given)
