@@ -1,6 +1,6 @@
 """What pruned reading of SmolLM2 costs and saves, and whether to prune, to compress or to do neither.
 
-    python examples/decoders/pruned.py [--lengths 1024 2048 6000] [--rounds 3] [--contexts 2] [--fits]
+    python examples/decoders/pruned.py [--lengths 1024 2048 6000] [--rounds 3] [--contexts 2] [--fits] [--avx2]
 
 The first table has seconds of one reading and the loss of the text that is read, beside dense reading. "No attention"
 is a model whose attention costs nothing: no pruning can be faster. Seconds are medians of interleaved rounds in one
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -250,7 +251,13 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, default=2, help="of each task in the second table; 0 leaves it out")
     parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *DAILY), help="of the second table; all by default")
     parser.add_argument("--fits", action="store_true", help="the third table")
+    parser.add_argument("--avx2", action="store_true", help="leave AVX-512 out, in all libraries")
     options = parser.parse_args(arguments)
+    if options.avx2:
+        sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: it has modules of the same names
+        from _rivals import limit_to_avx2
+
+        limit_to_avx2()
     for kind in (RecallWarning, ProfileWarning):  # all heads alike, and a profile of a cache
         warnings.simplefilter("ignore", kind)
     torch.set_grad_enabled(False)
