@@ -162,6 +162,6 @@ def _short_texts_are_pruned(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name == "integrations" and find_spec("torch") and find_spec("transformers"):
-            patch.setattr("levattn.integrations.transformers.pruned.START", 0)
-            patch.setattr("levattn.integrations.transformers.pruned.FEW", 0)
+            for name in ("START", "FEW", "REST"):
+                patch.setattr(f"levattn.integrations.transformers.pruned.{name}", 0)
         yield

@@ -241,7 +241,7 @@ def test_decoders_read_the_first_positions_densely_unless_a_selection_says_other
 def test_short_calls_read_all_keys_and_later_ones_go_on_as_if_they_had_not(
     few: Any, left_out: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 3 positions in the place of 256. In the last layer alone, so that queries and keys do not depend on it."""
+    """With 3 positions in the place of 256 and 768. The last layer alone: its queries and keys do not depend on it."""
     model, ids, mask = base(), tokens(length=4 * T), torch.ones((2, 4 * T), dtype=torch.int64)
     mask[1, left_out] = 0
     sizes = [2 * T, 1, 3, 2, 4, 1, 1, 8, *[1] * (2 * T - 26), 6]
@@ -258,17 +258,51 @@ def test_short_calls_read_all_keys_and_later_ones_go_on_as_if_they_had_not(
         return found
 
     dense = read()
-    monkeypatch.setattr("levattn.integrations.transformers.pruned.FEW", 3)
+    for name in ("FEW", "REST"):
+        monkeypatch.setattr(f"levattn.integrations.transformers.pruned.{name}", 3)
     with prune(model, few, measure=True) as report:
         found = read()
     assert 0 < report.table()[0]["error"] < 1
     assert f"{sum(size <= 3 for size in sizes)} of {len(sizes)} calls of layers read all keys" in str(report)
-    monkeypatch.setattr("levattn.integrations.transformers.pruned.FEW", 0)
+    for name in ("FEW", "REST"):
+        monkeypatch.setattr(f"levattn.integrations.transformers.pruned.{name}", 0)
     with prune(model, few, measure=False):
         pruned = read()
     assert difference(pruned[-1], dense[-1]) > 1e-3
     for (low, high), Y, exact, other in zip(pieces, found, dense, pruned, strict=True):
         assert difference(Y, exact if high - low <= 3 else other, mask[:, low:high]) < 2e-5
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_texts_that_end_soon_after_the_first_selection_are_read_densely(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 5 positions in the place of 768; later positions are as if all had been pruned. The last layer alone."""
+    model, ids, few = base(), tokens(length=2 * T), {1: 8}  # which selects after 16 positions
+    mask = torch.ones_like(ids)
+    mask[1, : 3 * padded] = 0
+
+    def read(*stops: int) -> list[Any]:
+        cache = transformers.DynamicCache(config=model.config)
+        found = []
+        for low, high in pairwise([0, *stops]):
+            given = {"attention_mask": mask[:, :high]} if padded else {}
+            found.append(output(model, ids[:, low:high], **given, **{CACHE: cache}) * mask[:, low:high, None])
+        return found
+
+    dense = read(21)[0]
+    with prune(model, few, measure=False):
+        pruned = read(2 * T)[0]
+    assert difference(pruned[:, :21], dense) > 1e-3
+    monkeypatch.setattr("levattn.integrations.transformers.pruned.REST", 5)
+    with prune(model, few, measure=False):
+        for stops in ((21,), (9, 21)):
+            assert difference(torch.cat(read(*stops), 1), dense) < 2e-5
+        for stops in ((2 * T,), (22, 2 * T), (9, 2 * T), (21, 2 * T), (9, 21, 24, 2 * T)):
+            *_, last = read(*stops)
+            assert difference(last, pruned[:, 2 * T - last.shape[1] :]) < 2e-5
+    with prune(model, {1: Selection(8, start=16)}, measure=False):
+        assert difference(read(21)[0], pruned[:, :21]) < 2e-5
 
 
 def test_steps_of_decoding_are_measured_only_where_that_is_asked_for() -> None:

@@ -22,6 +22,7 @@ from levattn.integrations.transformers.states import FullPrunedLayer, Held, Slid
 # Where a selection does not say, a decoder reads these positions densely, as pruning does not pay there
 START = 1536  # the first ones
 FEW = 256  # those of a call after others: questions, answers
+REST = 768  # those after the first ones, where no more have come: the first selection costs what they save
 _prunings = count()  # each state in a cache belongs to a pruning
 
 
@@ -143,12 +144,13 @@ def plans(arrays: Arrays, selection: Selection) -> list[Held]:
         rows = None if len(lengths) == 1 else np.flatnonzero(every == length)
         own = selection_of_call(selection, length, causal=arrays.causal)
         rule = rule_of(own, 1, power=None, causal=True, aligned=True, endless=True) if arrays.causal else None
-        found.append(Held(rows, own, rule, FEW if arrays.causal and selection.start is None else 0))
+        few, rest = (0, 0) if selection.start is not None or rule is None else (FEW, REST)
+        found.append(Held(rows, own, rule, few, rest if rule is None else rule.first + rest))
     return found
 
 
 def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
-    """Tell whether a call has few positions after others, or ends before its first selection.
+    """Tell whether a call has few positions after others, or ends before its first selection pays.
 
     The model's own attention then gives its output.
     """
@@ -157,21 +159,20 @@ def _reads_all(arrays: Arrays, plan: Sequence[Held]) -> bool:
         return False
     if m < n and all(m <= held.few for held in plan):
         return True
-    return arrays.present is None and all(held.state is None and n <= held.rule.first for held in plan)
+    return all(n <= held.whole for held in plan)
 
 
 def _with_queries(arrays: Arrays, group: Group, held: Held) -> Held:
-    """Return the held sequences of a group after a call that reads all keys."""
+    """Return the held sequences of a group after a call that reads all keys; its queries wait until they are many."""
     m, n = arrays.q.shape[2], arrays.k.shape[2]
-    if n - held.seen > max(START, held.rule.first):
-        held = _advanced(arrays.of_heads(group), held, n - m)
     places = held.rule.asking(n - m, m) if arrays.present is None else np.arange(n - m, n)
-    if not len(places):
-        return held
-    q, groups = arrays.q if len(places) == m else _taken(arrays.q, places - (n - m), 2), arrays.k.shape[1]
-    if len(group.heads) < groups:
-        q = _taken(q, group.of_queries(q.shape[1] // groups), 1)
-    return held.with_queries(places, q if held.rows is None else _taken(q, held.rows, 0))
+    if len(places):
+        q, groups = arrays.q if len(places) == m else _taken(arrays.q, places - (n - m), 2), arrays.k.shape[1]
+        if len(group.heads) < groups:
+            q = _taken(q, group.of_queries(q.shape[1] // groups), 1)
+        held = held.with_queries(places, q if held.rows is None else _taken(q, held.rows, 0))
+    most = max(2 * START, held.whole) if arrays.present is None else REST  # where all queries wait
+    return _advanced(arrays.of_heads(group), held, n) if n - held.seen > most else held
 
 
 def _advanced(arrays: Arrays, held: Held, end: int) -> Held:

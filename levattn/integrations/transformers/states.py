@@ -105,6 +105,8 @@ class Held:
 
     few: calls of at most so many positions after others attend to all keys.
 
+    whole: so do calls that end after at most so many positions.
+
     state: after the first `seen` positions; None for none.
 
     asked: of later positions, the queries that selections go by, tensors (b, heads, ·, d), each with the numbers of
@@ -115,6 +117,7 @@ class Held:
     selection: Selection
     rule: Any
     few: int
+    whole: int
     state: PrunedState | None = None
     seen: int = 0
     asked: tuple[tuple[Any, Any], ...] = ()
