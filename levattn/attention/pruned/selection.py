@@ -123,9 +123,9 @@ class Selection:
         Causal: positions before the first selection, at least. They read all keys before them. The first selection
         also waits for twice as many positions as there are slots (with a threshold, for a chunk). None: 0 for
         functions and layers, and 1536 for `levattn.integrations.transformers.prune`, because shorter texts are read
-        as fast without pruning. Its short calls after others then read all keys too. Selections go by the queries so
-        far. If at least 512 positions come before the first one, every second query counts, and from 1024 on every
-        fourth.
+        as fast without pruning. It then also reads texts that end within 1024 positions after that, and short calls
+        after others, with all keys. Selections go by the queries so far. If at least 512 positions come before the
+        first one, every second query counts, and from 1024 on every fourth.
 
     Raises
     ------

@@ -48,8 +48,8 @@ Prune a model's attention, report the loss.
 
 Each query attends exactly to the keys near it and to keys selected by scores. It reads all other keys as summaries:
 clusters that count as one key each. Use it to see the cost of a budget of such slots, before you prune a model with
-levattn.integrations.transformers.prune, which reads the first 1536 tokens of a decoder with all keys; this command
-reads few of them so. Nothing is trained or saved. The command needs torch and transformers.
+levattn.integrations.transformers.prune, which reads the first 1536 tokens of a decoder with all keys, and texts of at
+most 2560; this command reads few tokens so. Nothing is trained or saved. The command needs torch and transformers.
 
 \b
 Examples:

@@ -302,7 +302,7 @@ def evaluate(
         Number of seeds, from 0 on, of the scores "random".
     method : {"compress", "prune"}, default "compress"
         Compress the cache after dense reading, or prune the attention while reading and answering. `prune` reads the
-        first 1536 positions and short answers densely unless selections have a `start`.
+        first 1536 positions, texts of at most 2560 and short answers densely unless selections have a `start`.
     answer_tokens : int, default 32
         Maximum number of tokens of an answer.
     progress : bool or function, optional

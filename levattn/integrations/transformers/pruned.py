@@ -22,7 +22,7 @@ from levattn.integrations.transformers.states import FullPrunedLayer, Held, Slid
 # Where a selection does not say, a decoder reads these positions densely, as pruning does not pay there
 START = 1536  # the first ones
 FEW = 256  # those of a call after others: questions, answers
-REST = 768  # those after the first ones, where no more have come: the first selection costs what they save
+REST = 1024  # those after the first ones, where no more have come: the first selection costs what they save
 _prunings = count()  # each state in a cache belongs to a pruning
 
 

@@ -65,12 +65,14 @@ def prune(
     end of a block: ``with prune(model, 0.25) as report: ...``.
 
     A decoder reads some positions densely, because pruning pays there neither in time nor in recall. These are the
-    first 1536, and calls of at most 256 positions after others: questions, and steps of an answer. A selection with a
+    first 1536, or twice as many as there are slots, and all of a text that ends within 1024 positions after them. They
+    are also calls of at most 256 positions after others: questions, and steps of an answer. A selection with a
     `Selection.start`, also 0, prunes all calls after its first selection. What is read densely takes the model's own
     attention.
 
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
-    keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone.
+    keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone. But
+    without a `start` a batch reads all keys only as long as its longest sequence does.
     With a `Selection.start`, decoding with a cache gives the same output as one call over the same positions, for
     budgets in numbers of slots. (A share refers to the positions of the first call.) The pruning honors each argument
     that a layer passes to its attention, or refuses it by name.
