@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -587,9 +587,7 @@ class SelectionRule:
         """Return which of the next `count` positions have a query that selections go by: their numbers, int64."""
         if count == 1:  # a step of decoding
             return _NONE if self.since_selection(positions) % self.stride else np.array([positions])
-        at = np.arange(positions, positions + count)
-        since = np.where(at < self.first, at, (at - self.first) % self.slots.chunk)
-        return np.flatnonzero(since % self.stride == 0) + positions
+        return _asking(self.first, self.slots.chunk, self.stride, positions, count)
 
     def until_selection(self, positions: int) -> int:
         """Return how many positions come before the next selection, at least one."""
@@ -602,6 +600,15 @@ class SelectionRule:
     def selects_at(self, positions: int) -> bool:
         """Tell whether a selection follows after this number of positions."""
         return positions >= self.first and not self.since_selection(positions)
+
+
+@lru_cache(maxsize=16)  # the layers of a model ask alike, and after its products this takes a millisecond
+def _asking(first: int, chunk: int, stride: int, positions: int, count: int) -> Any:
+    at = np.arange(positions, positions + count)
+    since = np.where(at < first, at, (at - first) % chunk)
+    found = np.flatnonzero(since % stride == 0) + positions
+    found.flags.writeable = False
+    return found
 
 
 def exponent_of(f: Any) -> float | None:

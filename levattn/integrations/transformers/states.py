@@ -125,7 +125,7 @@ class Held:
     def with_queries(self, places: Any, q: Any) -> Held:
         """Return these after further queries; each tensor has more of them than the next one."""
         q = q.detach()
-        asked = [*self.asked, (places, q if q.untyped_storage().nbytes() <= 2 * q.nbytes else q.clone())]
+        asked = [*self.asked, (places, q if q.untyped_storage().nbytes() < 2 * q.nbytes else q.clone())]
         while len(asked) > 1 and len(asked[-2][0]) <= len(asked[-1][0]):
             (before, earlier), (after, later) = asked[-2:]
             asked[-2:] = [(np.concatenate([before, after]), torch.cat([earlier, later], 2))]
