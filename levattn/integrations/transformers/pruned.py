@@ -167,20 +167,12 @@ def _with_queries(arrays: Arrays, group: Group, held: Held) -> Held:
     m, n = arrays.q.shape[2], arrays.k.shape[2]
     places = held.rule.asking(n - m, m) if arrays.present is None else np.arange(n - m, n)
     if len(places):
-        q, groups = arrays.q if len(places) == m else _of_positions(arrays.q, places - (n - m)), arrays.k.shape[1]
+        q, groups = arrays.q if len(places) == m else _taken(arrays.q, places - (n - m), 2), arrays.k.shape[1]
         if len(group.heads) < groups:
             q = _taken(q, group.of_queries(q.shape[1] // groups), 1)
         held = held.with_queries(places, q if held.rows is None else _taken(q, held.rows, 0))
     most = max(2 * START, held.whole) if arrays.present is None else REST  # where all queries wait
     return _advanced(arrays.of_heads(group), held, n) if n - held.seen > most else held
-
-
-def _of_positions(q: Any, places: Any) -> Any:
-    """Return queries (B, H, m, d) at some positions, of which each is at most as far from the next as the first is."""
-    step = int(places[1] - places[0]) if len(places) > 1 else 1
-    if int(places[-1] - places[0]) == step * (len(places) - 1):  # all are so far apart: a view
-        return q[:, :, int(places[0]) : int(places[-1]) + 1 : step]
-    return _taken(q, places, 2)
 
 
 def _advanced(arrays: Arrays, held: Held, end: int) -> Held:
@@ -224,12 +216,14 @@ def _placed(pieces: Sequence[Any], places: Sequence[Any], axis: int) -> Any:
 
 
 def _taken(array: Any, places: Any, axis: int) -> Any:
-    """Return an array at some places of an axis: a view, where these are adjacent."""
+    """Return an array at some places of an axis: a view, where these ascend by one step."""
     if array is None:
         return None
     places = np.asarray(places)
-    if len(places) and (np.diff(places) == 1).all():
-        return array.narrow(axis, int(places[0]), len(places))
+    steps = np.diff(places)
+    step = int(steps[0]) if len(steps) else 1
+    if len(places) and places[0] >= 0 and step > 0 and (steps == step).all():
+        return array[(slice(None),) * axis + (slice(int(places[0]), int(places[-1]) + 1, step),)]
     return array.index_select(axis, torch.as_tensor(places, device=array.device))
 
 
