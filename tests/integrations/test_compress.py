@@ -8,6 +8,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -535,23 +536,60 @@ def test_a_budget_without_a_profile_warns_and_with_one_is_split() -> None:
 
 
 def test_pruning_takes_the_profile_and_warns_without_one() -> None:
-    model = base()
+    model = base(max_position_embeddings=1000)
     with pytest.warns(levattn.RecallWarning, match="all heads of a decoder are pruned alike, in answers too"):
         prune(model, Selection(0.5, start=0)).remove()
     prune(model, 0.5).remove()
     prune(base("Gemma"), 1.0).remove()
     of_reading = profile(way="reading")
-    with torch.no_grad(), prune(model, 0.5, heads=of_reading, measure=True) as report:
-        model(context(length=32))  # of a third, queries after 20 positions are pruned, where a measured run begins
     shares = of_reading.shares(0.5)
-    slots = {(row["layer"], row["head"]): row["slots"] for row in report.table()}
-    assert sorted(slots) == [head for head, share in sorted(shares.items()) if share < 1]
-    assert all(count <= shares[head] * 32 for head, count in slots.items())
+    cut = [head for head, share in sorted(shares.items()) if share < 1]
+    for length, expected in ((32, sorted(shares)), (960, cut)):  # no head of a short text is whole
+        with torch.no_grad(), prune(model, 0.5, heads=of_reading, measure=True) as report:
+            model(context(length=length))
+        slots = {(row["layer"], row["head"]): row["slots"] for row in report.table() if row["measured"]}
+        assert sorted(slots) == expected
+        assert all(count <= 0.5 * (length + 1) for count in slots.values())
+    assert all(count <= shares[head] * 960 for head, count in slots.items())
     with pytest.raises(TypeError, match=r"prune\(model, 0.25, heads=profile\)"):
         prune(model, profile())
     for selection, layers in ((0.5, [0]), (Selection(size=4), None), ({0: 0.5}, None), (40, None)):
         with pytest.raises(ValueError, match="expected a share of the keys as budget, and no layers"):
             prune(model, selection, layers=layers, heads=of_reading)
+
+
+def test_heads_are_whole_in_texts_where_the_others_have_320_slots() -> None:
+    """The first call of a cache decides, as shares are of its positions. Then outputs are equal to the last bit."""
+    model, ids, heads = base(max_position_embeddings=1200), context(length=1200), profile(way="reading")
+    split, alike = heads.shares(0.5), dict.fromkeys(heads, 0.5)
+    assert sorted(split.values()) == [1 / 3, 1 / 3, 1 / 3, 1.0]
+
+    def read(cache: Any, *stops: int) -> Any:
+        with torch.no_grad():
+            *_, last = (model(ids[:, low:high], **{CACHE: cache}).logits for low, high in pairwise(stops))
+        return last
+
+    for length, expected in ((959, alike), (960, split), (1100, split)):
+        assert heads.shares(0.5, length=length) == expected
+        found = []
+        for selection, more in ((0.5, {"heads": heads}), (expected, {})):
+            with prune(model, selection, measure=False, **more):
+                cache = transformers.DynamicCache(config=model.config)
+                whole = read(cache, 0, length)
+                other = copy.deepcopy(cache)
+                later = read(cache, length, length + 40, 1200), read(other, length, 1200)
+                cache.reset()
+                found.append((whole, *later, read(cache, 0, 500, 1200)))
+        same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+        assert same == [True, True, True, expected == alike]  # in a first call of 500 positions, no head is whole
+    recalls = []
+    for selection, more in (
+        (Selection(0.5, start=0), {"heads": heads}),
+        ({head: Selection(share, start=0) if share < 1 else share for head, share in split.items()}, {}),
+    ):
+        with prune(model, selection, measure=False, **more):  # answers are pruned too
+            recalls.append(read(transformers.DynamicCache(config=model.config), 0, 500, 1200))
+    assert torch.equal(*recalls)
 
 
 def test_calibration_takes_how_heads_share_a_budget_from_the_profile() -> None:

@@ -189,6 +189,13 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     for way in ("other", ["reading"]):
         with pytest.raises(ValueError, match=r"way is .*; expected 'cache' or 'reading'"):
             found.shares(0.5, way=way)
+    with pytest.raises(ValueError, match="length is 100; expected None for the way 'cache'"):
+        found.shares(0.5, way="cache", length=100)
+    for length in (0, 1.5):
+        with pytest.raises((TypeError, ValueError), match=f"length is {length}; expected"):
+            found.shares(0.5, length=length)
+    assert set(found.shares(0.9, by=by, length=1).values()) == {0.9 if by == "positions" else 0.45}
+    assert found.shares(0.9, by=by, length=10_000) == found.shares(0.9, by=by)
     for budget in (1e-18, 1e-300):  # the costs of such shares are beyond all numbers
         least = np.array(list(found.shares(budget, by=by).values()))
         np.testing.assert_allclose(least, budget if by == "positions" else budget / 2, rtol=1e-14)

@@ -229,12 +229,29 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
 
 @dataclass
 class LayerPruning:
-    """The pruning of an attention module."""
+    """The pruning of an attention module.
+
+    groups: of its key heads. brief: of texts whose first call has less than `length` positions.
+
+    tally: of `levattn.integrations.transformers.measuring`, or None.
+
+    seen: a list that takes the arrays of each call, or None.
+    """
 
     groups: tuple[Group, ...]
-    tally: Any  # of `levattn.integrations.transformers.measuring`, or None
-    seen: list[Arrays] | None = None  # a list that takes the arrays of each call
+    brief: tuple[Group, ...] = ()
+    length: int = 0
+    tally: Any = None
+    seen: list[Arrays] | None = None
     pruning: int = field(default_factory=lambda: next(_prunings))
+
+    def groups_of(self, positions: int) -> tuple[Group, ...]:
+        """Return the groups of a text whose first call has so many positions."""
+        return self.brief if positions < self.length else self.groups
+
+    def pruned(self) -> set[int]:
+        """Return the key heads that have a selection in some text."""
+        return {head for group in (*self.groups, *self.brief) if not group.dense for head in group.heads}
 
 
 def _attention(
@@ -281,14 +298,15 @@ def _attention(
     measurement = None if part.tally is None else part.tally.begin(len(query), rows, seen)
     dense = partial(_dense, module, attention_mask, is_causal)
     before = () if held is None else held.states
-    Y, states, whole = _of_groups(part, arrays, before, dense, keep=held is not None, measurement=measurement)
+    groups = part.groups_of(rows if held is None else held.first or rows)
+    Y, states, whole = _of_groups(groups, arrays, before, dense, keep=held is not None, measurement=measurement)
     shares = None
     if output_attentions:  # the weight of a summary is spread over its members
         each = torch.eye(seen, dtype=value.dtype, device=value.device).expand(*value.shape[:2], seen, seen)
-        shares, _, _ = _of_groups(part, replace(arrays, v=each), (), dense, keep=False)
+        shares, _, _ = _of_groups(groups, replace(arrays, v=each), (), dense, keep=False)
         shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
     if held is not None:
-        held.states, held.positions = states, seen
+        held.states, held.positions, held.first = states, seen, held.first or rows
         held.counts = None if present is None else present.sum(1)
     if part.tally is not None:
         part.tally.end(len(query), measurement, whole=whole)
@@ -320,7 +338,7 @@ def _dense(module: Any, mask: Any, is_causal: bool | None, arrays: Arrays) -> An
 
 
 def _of_groups(
-    part: LayerPruning,
+    groups: Sequence[Group],
     arrays: Arrays,
     before: States,
     dense: Callable[[Arrays], Any],
@@ -336,12 +354,12 @@ def _of_groups(
     """
     plan_of: list[Sequence[Held]] = [
         before[number] if before else () if group.selection is None else plans(arrays, group.selection)
-        for number, group in enumerate(part.groups)
+        for number, group in enumerate(groups)
     ]
     whole = [bool(plan) and _reads_all(arrays, plan) for plan in plan_of]
     together = measurement is None and all(all_keys or not plan for all_keys, plan in zip(whole, plan_of, strict=True))
     pieces, states = [dense(arrays)] if together else [], []
-    for group, plan, all_keys in zip(part.groups, plan_of, whole, strict=True):
+    for group, plan, all_keys in zip(groups, plan_of, whole, strict=True):
         after: tuple[Held, ...] = ()
         if not together:
             mine = arrays.of_heads(group)
@@ -360,7 +378,7 @@ def _of_groups(
     if len(pieces) == 1:
         return pieces[0], tuple(states), any(whole)
     each = arrays.q.shape[1] // arrays.k.shape[1]
-    return _placed(pieces, [group.of_queries(each) for group in part.groups], 1), tuple(states), any(whole)
+    return _placed(pieces, [group.of_queries(each) for group in groups], 1), tuple(states), any(whole)
 
 
 def _masks(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
-from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for
+from levattn.integrations.transformers.compression.profile import READING, HeadProfile, least_length, profile_for
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.measuring import Sampler, Tally
@@ -90,7 +90,8 @@ def prune(
     heads : iterable of int, HeadProfile or str, optional
         Numbers of the key heads to prune in each of these layers, together with their query heads; all if None. A
         `HeadProfile` splits the budget, a share, over all heads by their costs. "auto" is the one of this model, as
-        in `compress`, and another text the name of one.
+        in `compress`, and another text the name of one. Some heads stay whole, unless the first call is short (see
+        `HeadProfile.shares`) and the selection has no `start`.
     measure : bool, optional
         Whether the report compares a sample of calls with dense attention (None), all calls (True) or none (False).
         In the sample, each layer is measured in one of 64 calls in a row, and some layer in the first. This costs
@@ -162,10 +163,11 @@ def prune(
         raise TypeError(
             "selection is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
         )
-    alike = layers is None and heads is None and not isinstance(selection, Mapping)
+    alike, brief = layers is None and heads is None and not isinstance(selection, Mapping), None
     if isinstance(heads, HeadProfile | str):
         profile, heads = profile_for(model, heads, selection, READING), None
-        selection = selection if profile is None else _split_by(profile, selection, layers)
+        if profile is not None:
+            selection, brief = _split_by(profile, selection, layers)
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
     if isinstance(selection, Mapping):
@@ -179,29 +181,56 @@ def prune(
     of_heads = _selections_of(selection, there, layers, heads)
     for number, head in of_heads:
         checked_selection(of_heads[number, head], causal=there[number].causal)
-    chosen = {number: _groups_of(number, there[number], of_heads) for number in sorted({n for n, _ in of_heads})}
-    chosen = {number: groups for number, groups in chosen.items() if not groups[0].dense}
-    if alike and any(there[number].causal for number in chosen) and selection.start is not None:
+    parts = _parts_of(there, of_heads, brief, measure)
+    if alike and any(there[number].causal for number in parts) and selection.start is not None:
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"selection": _shown(selection), "layers": layers, "heads": heads, "measure": measure}
     report = PruneReport(type(model).__name__, given)
-    pruned = {n: sorted(h for group in groups if not group.dense for h in group.heads) for n, groups in chosen.items()}
-    sampler = Sampler(pruned, measure)
-    parts = {n: LayerPruning(groups, Tally(n, pruned[n], sampler)) for n, groups in chosen.items()}
     report._tallies.update({n: part.tally for n, part in parts.items()})
     report._changes = _changed(model, there, parts)
     return report
 
 
-def _split_by(profile: Any, selection: Any, layers: Any) -> dict[tuple[int, int], Selection]:
-    """Return the selection of each head: its share of the budget by a profile."""
+def _parts_of(
+    there: dict[int, ModelLayer],
+    of_heads: dict[tuple[int, int], Selection],
+    brief: tuple[int, Selection] | None,
+    measure: bool | None,
+) -> dict[int, LayerPruning]:
+    """Return the pruning of each layer that has heads to prune, by its number.
+
+    brief: a length, and the selection that all heads have in shorter texts.
+    """
+    length, rest = (0, None) if brief is None else brief
+    alike = {} if rest is None else dict.fromkeys(of_heads, rest)
+    found = {}
+    for number in sorted({n for n, _ in of_heads}):
+        groups, short = (_groups_of(number, there[number], split) for split in (of_heads, alike))
+        if not (groups[0].dense and short[0].dense):
+            found[number] = LayerPruning(groups, short, length)
+    pruned = {number: sorted(part.pruned()) for number, part in found.items()}
+    sampler = Sampler(pruned, measure)
+    for number, part in found.items():
+        part.tally = Tally(number, pruned[number], sampler)
+    return found
+
+
+def _split_by(
+    profile: Any, selection: Any, layers: Any
+) -> tuple[dict[tuple[int, int], Selection], tuple[int, Selection] | None]:
+    """Return the selection of each head, its share of the budget by a profile.
+
+    And the length from which texts have this split, with the selection of all heads in shorter ones, if there is one.
+    """
     found = None if isinstance(selection, Mapping) else as_selection(selection)
     if layers is not None or found is None or not isinstance(found.budget, float):
         raise ValueError(
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
             "keys as budget, and no layers"
         )
-    return with_budgets(found, profile.shares(found.budget, way=READING))
+    shares = profile.shares(found.budget, way=READING)
+    length = least_length(shares) if found.start is None else 0  # else answers are pruned too, and whole heads recall
+    return with_budgets(found, shares), (length, found) if length else None
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:
@@ -211,8 +240,7 @@ def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
     parts = {
-        n: LayerPruning(_groups_of(n, there[n], {}), tally=None, seen=[])
-        for n in numbers_among("layers", numbers, list(there))
+        n: LayerPruning(_groups_of(n, there[n], {}), seen=[]) for n in numbers_among("layers", numbers, list(there))
     }
     changes = _changed(model, there, parts)
     try:

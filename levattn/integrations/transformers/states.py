@@ -159,6 +159,7 @@ class PrunedLayer(StateLayer):
     keys: Any
     values: Any
     pruning: int | None = None  # the number of the pruning that computed the states
+    first: int = 0  # number of positions of the first call
     states: States = ()
     counts: Any = None  # (B,), the number of present positions of each sequence, or None for all
 
@@ -188,7 +189,7 @@ class PrunedLayer(StateLayer):
         """Forget all positions."""
         super().reset()  # type: ignore[misc]
         self.keys = self.values = None  # some versions keep them, as zeros
-        self.is_initialized, self.positions = False, 0
+        self.is_initialized, self.positions, self.first = False, 0, 0
         self.pruning, self.states, self.counts = None, (), None
 
     @property

@@ -37,6 +37,7 @@ _MEASURE = (
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _OTHERS = 2 / 3  # of a budget, at least: what heads have that are pruned while a model reads
+_FEW = 320  # slots: with fewer of them, whole heads cost the others more than they gain
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEAST = 2.0**-64  # a share that leaves one slot, whatever the context; costs of smaller ones are beyond numbers
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
@@ -249,7 +250,9 @@ class HeadProfile(HeadsRecord, HeadsTable):
         check_type("model", model, torch.nn.Module, "a model of transformers")
         return self.fingerprint is None or self.fingerprint.fits(Fingerprint.of(model))
 
-    def shares(self, budget: float, *, way: str | None = None, by: str = "positions") -> dict[tuple[int, int], float]:
+    def shares(
+        self, budget: float, *, way: str | None = None, by: str = "positions", length: int | None = None
+    ) -> dict[tuple[int, int], float]:
         """Return the share of the positions that each head keeps, so that the sum of the costs is least.
 
         The method assumes that at a share s the cost of recall is proportional to 1 - s^(1/8). The cost of plain text
@@ -261,7 +264,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
         In a cache, each head has a share of its own. While a model reads, some heads stay whole, or none, and all
         others have the same share, at least two thirds of the budget. So no head has less than it needs for text
-        nearby, and a layer has two calls at most.
+        nearby, and a layer has two calls at most. If the others had fewer than 320 slots of a text, no head stays
+        whole.
 
         Parameters
         ----------
@@ -273,6 +277,9 @@ class HeadProfile(HeadsRecord, HeadsTable):
             The unit of the budget. Time is the number of products of queries and keys, relative to dense attention.
             With a share s of a long text, it is ``2 s``, as the mean causal query reads half of the text densely. Only
             for reading.
+        length : int, optional
+            Number of positions of the text, or None for a long one. Only for reading; `prune` knows it at the first
+            call.
 
         Returns
         -------
@@ -291,18 +298,23 @@ class HeadProfile(HeadsRecord, HeadsTable):
         >>> shares = profile.shares(0.25, way="reading")
         >>> sorted(set(shares.values()))
         [0.16666666666666666, 1.0]
+        >>> set(profile.shares(0.25, way="reading", length=1500).values())
+        {0.25}
         """
         budget, way = share_of_bytes("budget", budget), way_of(self.way if way is None else way)
         if by not in ("positions", "time") or (by == "time" and way == CACHE):
             wish = '"positions"' if way == CACHE else '"positions" or "time"'
             raise ValueError(f"by is {by!r}; expected {wish} for the way {way!r}")
+        if length is not None and way == CACHE:
+            raise ValueError(f"length is {length!r}; expected None for the way {way!r}, whose split does not go by it")
+        length = None if length is None else whole_number("length", length)
         floor = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
         recall, text = curves(self.share, way)
         costs = {
             head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + floor) / text)
             for head, row in self._table.items()
         }
-        return split_bytes(costs, budget) if way == CACHE else whole_and_others(costs, budget, by == "time")
+        return split_bytes(costs, budget) if way == CACHE else whole_and_others(costs, budget, by == "time", length)
 
     def joined(self, other: HeadProfile) -> HeadProfile:
         """Return the profile of all trials of two profiles of the same weights and share.
@@ -632,12 +644,12 @@ def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: fl
 
 
 def whole_and_others(
-    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, of_time: bool
+    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, of_time: bool, length: int | None
 ) -> dict[tuple[int, int], float]:
     """Return 1 for some heads and one share for all others, so that the sum of the costs at the budget is least.
 
-    The others have at least `_OTHERS` of the budget. With less, a model lost more of plain text than without any whole
-    head. Costs of single heads do not tell that.
+    The others have at least `_OTHERS` of the budget, and `_FEW` slots of a text of this length. With less, a model
+    lost more of plain text than without any whole head. Costs of single heads do not tell that.
 
     costs: as for `split_bytes`. of_time: whether the budget is of products of causal queries and keys.
     """
@@ -655,7 +667,15 @@ def whole_and_others(
         if each[order[count:]].sum() < best:
             best = each[order[count:]].sum()
             found = dict.fromkeys(names, share) | {names[i]: 1.0 for i in order[:count]}
+    if length is not None and length < least_length(found):
+        return dict.fromkeys(names, budget / 2 if of_time else budget)
     return found
+
+
+def least_length(shares: Mapping[tuple[int, int], float]) -> int:
+    """Return from which length on a text has whole heads by a split; 0 if the split has none, or no others."""
+    least = min(shares.values())
+    return math.ceil(_FEW / least) if least < max(shares.values()) else 0
 
 
 def share_of_bytes(name: str, value: Any) -> float:
