@@ -157,7 +157,7 @@ def test_models_that_cannot_be_cut_are_refused_before_they_write(family: str) ->
 
 @pytest.mark.parametrize("by", ["positions", "time"])
 def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
-    """No other choice that leaves the others two thirds costs less, by the costs that `shares` tells."""
+    """No choice that leaves the others two thirds and 320 slots costs less, by the costs that `shares` tells."""
     rng, head = np.random.default_rng(0), [(0, h) for h in range(7)]
     recall, text = rng.exponential(size=(2, 7)) * np.array([[1.0], [0.02]])
     errors = {"recall_error": 0.1, "text_error": 0.1}
@@ -176,13 +176,17 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
         assert len(others) == 1
         spent = values if by == "positions" else np.minimum(2 * values, 1)
         assert abs(spent.mean() - budget) < 1e-12
-        own = sum(cost(share)[h] for h, share in enumerate(values) if share < 1)
-        for count in range(7):
-            for whole in itertools.combinations(range(7), count):
+        for length in (None, 100_000, 3000, 1000, 1):
+            mine = found.shares(budget, by=by, length=length)
+            least = 0 if length is None else 320 / length
+            assert min(mine.values()) >= least or 1.0 not in mine.values()
+            own = sum(cost(share)[h] for h, share in enumerate(mine[each] for each in head) if share < 1)
+            for count in range(7):
                 rest = (7 * budget - count) / (7 - count)
-                if rest >= 2 / 3 * budget:
-                    share = rest if by == "positions" else rest / 2
-                    assert own <= sum(cost(share)[h] for h in range(7) if h not in whole) * (1 + 1e-12)
+                share = rest if by == "positions" else rest / 2
+                if rest >= 2 / 3 * budget and (not count or share >= least):
+                    for whole in itertools.combinations(range(7), count):
+                        assert own <= sum(cost(share)[h] for h in range(7) if h not in whole) * (1 + 1e-12)
     assert set(found.shares(1.0, by=by).values()) == {1.0}
     with pytest.raises(ValueError, match="by is 'time'; expected \"positions\" for the way 'cache'"):
         found.shares(0.5, way="cache", by="time")

@@ -231,27 +231,27 @@ def _taken(array: Any, places: Any, axis: int) -> Any:
 class LayerPruning:
     """The pruning of an attention module.
 
-    groups: of its key heads. brief: of texts whose first call has less than `length` positions.
+    splits: groups of its key heads, each with the least length of a text, ascending, that has it. The first call of a
+    text tells its length.
 
     tally: of `levattn.integrations.transformers.measuring`, or None.
 
     seen: a list that takes the arrays of each call, or None.
     """
 
-    groups: tuple[Group, ...]
-    brief: tuple[Group, ...] = ()
-    length: int = 0
+    splits: tuple[tuple[int, tuple[Group, ...]], ...]
     tally: Any = None
     seen: list[Arrays] | None = None
     pruning: int = field(default_factory=lambda: next(_prunings))
 
-    def groups_of(self, positions: int) -> tuple[Group, ...]:
-        """Return the groups of a text whose first call has so many positions."""
-        return self.brief if positions < self.length else self.groups
+    def groups_of(self, length: int) -> tuple[Group, ...]:
+        """Return the groups of a text."""
+        return next(groups for least, groups in reversed(self.splits) if length >= least)
 
-    def pruned(self) -> set[int]:
+    def pruned(self) -> list[int]:
         """Return the key heads that have a selection in some text."""
-        return {head for group in (*self.groups, *self.brief) if not group.dense for head in group.heads}
+        groups = [group for _, split in self.splits for group in split if not group.dense]
+        return sorted({head for group in groups for head in group.heads})
 
 
 def _attention(

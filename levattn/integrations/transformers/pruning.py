@@ -15,7 +15,7 @@ from levattn.attention.pruned.selection import as_selection
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
-from levattn.integrations.transformers.compression.profile import READING, HeadProfile, least_length, profile_for
+from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for, splits_by_length
 from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.measuring import Sampler, Tally
@@ -163,11 +163,12 @@ def prune(
         raise TypeError(
             "selection is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
         )
-    alike, brief = layers is None and heads is None and not isinstance(selection, Mapping), None
+    alike, splits = layers is None and heads is None and not isinstance(selection, Mapping), None
     if isinstance(heads, HeadProfile | str):
         profile, heads = profile_for(model, heads, selection, READING), None
         if profile is not None:
-            selection, brief = _split_by(profile, selection, layers)
+            splits = _split_by(profile, selection, layers)
+            selection = splits[-1][1]
     layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
     named: Any = layers
     if isinstance(selection, Mapping):
@@ -181,7 +182,7 @@ def prune(
     of_heads = _selections_of(selection, there, layers, heads)
     for number, head in of_heads:
         checked_selection(of_heads[number, head], causal=there[number].causal)
-    parts = _parts_of(there, of_heads, brief, measure)
+    parts = _parts_of(there, splits or [(0, of_heads)], measure)
     if alike and any(there[number].causal for number in parts) and selection.start is not None:
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"selection": _shown(selection), "layers": layers, "heads": heads, "measure": measure}
@@ -192,45 +193,35 @@ def prune(
 
 
 def _parts_of(
-    there: dict[int, ModelLayer],
-    of_heads: dict[tuple[int, int], Selection],
-    brief: tuple[int, Selection] | None,
-    measure: bool | None,
+    there: dict[int, ModelLayer], splits: list[tuple[int, dict[tuple[int, int], Selection]]], measure: bool | None
 ) -> dict[int, LayerPruning]:
     """Return the pruning of each layer that has heads to prune, by its number.
 
-    brief: a length, and the selection that all heads have in shorter texts.
+    splits: selections of heads, each with the least length of a text that has it.
     """
-    length, rest = (0, None) if brief is None else brief
-    alike = {} if rest is None else dict.fromkeys(of_heads, rest)
     found = {}
-    for number in sorted({n for n, _ in of_heads}):
-        groups, short = (_groups_of(number, there[number], split) for split in (of_heads, alike))
-        if not (groups[0].dense and short[0].dense):
-            found[number] = LayerPruning(groups, short, length)
-    pruned = {number: sorted(part.pruned()) for number, part in found.items()}
-    sampler = Sampler(pruned, measure)
+    for number in sorted({number for number, _ in splits[0][1]}):
+        groups = tuple((length, _groups_of(number, there[number], of_heads)) for length, of_heads in splits)
+        part = LayerPruning(groups)
+        if part.pruned():
+            found[number] = part
+    sampler = Sampler(found, measure)
     for number, part in found.items():
-        part.tally = Tally(number, pruned[number], sampler)
+        part.tally = Tally(number, part.pruned(), sampler)
     return found
 
 
-def _split_by(
-    profile: Any, selection: Any, layers: Any
-) -> tuple[dict[tuple[int, int], Selection], tuple[int, Selection] | None]:
-    """Return the selection of each head, its share of the budget by a profile.
-
-    And the length from which texts have this split, with the selection of all heads in shorter ones, if there is one.
-    """
+def _split_by(profile: Any, selection: Any, layers: Any) -> list[tuple[int, dict[tuple[int, int], Selection]]]:
+    """Return the selection of each head, its share of the budget by a profile, with the least length of a text."""
     found = None if isinstance(selection, Mapping) else as_selection(selection)
     if layers is not None or found is None or not isinstance(found.budget, float):
         raise ValueError(
             f"heads is a HeadProfile, selection is {selection!r} and layers is {layers!r}; expected a share of the "
             "keys as budget, and no layers"
         )
-    shares = profile.shares(found.budget, way=READING)
-    length = least_length(shares) if found.start is None else 0  # else answers are pruned too, and whole heads recall
-    return with_budgets(found, shares), (length, found) if length else None
+    splits = [(length, with_budgets(found, shares)) for length, shares in splits_by_length(profile, found.budget)]
+    # with a start, answers are pruned too, and whole heads recall
+    return splits if found.start is None else [(0, splits[-1][1])]
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:
@@ -240,7 +231,8 @@ def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
     parts = {
-        n: LayerPruning(_groups_of(n, there[n], {}), seen=[]) for n in numbers_among("layers", numbers, list(there))
+        n: LayerPruning(((0, _groups_of(n, there[n], {})),), seen=[])
+        for n in numbers_among("layers", numbers, list(there))
     }
     changes = _changed(model, there, parts)
     try:

@@ -264,8 +264,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
         In a cache, each head has a share of its own. While a model reads, some heads stay whole, or none, and all
         others have the same share, at least two thirds of the budget. So no head has less than it needs for text
-        nearby, and a layer has two calls at most. If the others had fewer than 320 slots of a text, no head stays
-        whole.
+        nearby, and a layer has two calls at most. In a text of a known length, so few heads stay whole that the others
+        have at least 320 slots.
 
         Parameters
         ----------
@@ -298,7 +298,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         >>> shares = profile.shares(0.25, way="reading")
         >>> sorted(set(shares.values()))
         [0.16666666666666666, 1.0]
-        >>> set(profile.shares(0.25, way="reading", length=1500).values())
+        >>> set(profile.shares(0.25, way="reading", length=1200).values())
         {0.25}
         """
         budget, way = share_of_bytes("budget", budget), way_of(self.way if way is None else way)
@@ -308,13 +308,19 @@ class HeadProfile(HeadsRecord, HeadsTable):
         if length is not None and way == CACHE:
             raise ValueError(f"length is {length!r}; expected None for the way {way!r}, whose split does not go by it")
         length = None if length is None else whole_number("length", length)
+        if way == READING:
+            splits = splits_by_length(self, budget, by)
+            return next(shares for least, shares in reversed(splits) if length is None or length >= least)
+        return split_bytes(self._factors(way), budget)
+
+    def _factors(self, way: str) -> dict[tuple[int, int], tuple[float, float]]:
+        """Return the factors of the `curves` of each head, its costs of recall and of text."""
         floor = 1e-4 * max(self.values()) + 1e-12  # so that no head costs nothing
         recall, text = curves(self.share, way)
-        costs = {
+        return {
             head: (_RECALL * max(row["recall"], 0.0) / recall, (max(row["text"], 0.0) + floor) / text)
             for head, row in self._table.items()
         }
-        return split_bytes(costs, budget) if way == CACHE else whole_and_others(costs, budget, by == "time", length)
 
     def joined(self, other: HeadProfile) -> HeadProfile:
         """Return the profile of all trials of two profiles of the same weights and share.
@@ -643,39 +649,34 @@ def split_bytes(costs: Mapping[tuple[int, int], tuple[float, float]], budget: fl
     return shares | dict.fromkeys(few, min(1.0, low + left / _PARTS / len(few)))
 
 
-def whole_and_others(
-    costs: Mapping[tuple[int, int], tuple[float, float]], budget: float, of_time: bool, length: int | None
-) -> dict[tuple[int, int], float]:
-    """Return 1 for some heads and one share for all others, so that the sum of the costs at the budget is least.
+def splits_by_length(
+    profile: HeadProfile, budget: float, by: str = "positions"
+) -> list[tuple[int, dict[tuple[int, int], float]]]:
+    """Return splits while a model reads, 1 for some heads and one share for all others, as the sum of costs is least.
 
-    The others have at least `_OTHERS` of the budget, and `_FEW` slots of a text of this length. With less, a model
-    lost more of plain text than without any whole head. Costs of single heads do not tell that.
+    Each comes with the least length of a text that has it, in ascending order from 0 on.
 
-    costs: as for `split_bytes`. of_time: whether the budget is of products of causal queries and keys.
+    The others have at least `_OTHERS` of the budget, and `_FEW` slots. With less, a model lost more of plain text than
+    without any whole head. Costs of single heads do not tell that.
+
+    by: as for `HeadProfile.shares`.
     """
-    names, factors, n = sorted(costs), np.array([costs[head] for head in sorted(costs)]), len(costs)
+    names, of, n = sorted(profile), profile._factors(READING), len(profile)
     if budget == 1:
-        return dict.fromkeys(names, 1.0)
-    best, found = math.inf, dict.fromkeys(names, 1.0)
+        return [(0, dict.fromkeys(names, 1.0))]
+    factors, best, found = np.array([of[head] for head in names]), math.inf, []
     for count in range(n):
         share = (budget * n - count) / (n - count)
         if share < _OTHERS * budget * (1 - 1e-12):
             break
-        share = share / 2 if of_time else share
+        share = share / 2 if by == "time" else share
         each = factors @ curves(max(share, _LEAST), READING)
         order = np.argsort(-each, kind="stable")
         if each[order[count:]].sum() < best:
             best = each[order[count:]].sum()
-            found = dict.fromkeys(names, share) | {names[i]: 1.0 for i in order[:count]}
-    if length is not None and length < least_length(found):
-        return dict.fromkeys(names, budget / 2 if of_time else budget)
+            shares = dict.fromkeys(names, share) | {names[i]: 1.0 for i in order[:count]}
+            found.append((math.ceil(_FEW / share) if count else 0, shares))
     return found
-
-
-def least_length(shares: Mapping[tuple[int, int], float]) -> int:
-    """Return from which length on a text has whole heads by a split; 0 if the split has none, or no others."""
-    least = min(shares.values())
-    return math.ceil(_FEW / least) if least < max(shares.values()) else 0
 
 
 def share_of_bytes(name: str, value: Any) -> float:
