@@ -157,7 +157,7 @@ def test_models_that_cannot_be_cut_are_refused_before_they_write(family: str) ->
 
 @pytest.mark.parametrize("by", ["positions", "time"])
 def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
-    """No choice that leaves the others two thirds and 320 slots costs less, by the costs that `shares` tells."""
+    """No choice that leaves the others two thirds and 340 slots costs less, by the costs that `shares` tells."""
     rng, head = np.random.default_rng(0), [(0, h) for h in range(7)]
     recall, text = rng.exponential(size=(2, 7)) * np.array([[1.0], [0.02]])
     errors = {"recall_error": 0.1, "text_error": 0.1}
@@ -178,7 +178,7 @@ def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
         assert abs(spent.mean() - budget) < 1e-12
         for length in (None, 100_000, 3000, 1000, 1):
             mine = found.shares(budget, by=by, length=length)
-            least = 0 if length is None else 320 / length
+            least = 0 if length is None else 340 / length
             assert min(mine.values()) >= least or 1.0 not in mine.values()
             own = sum(cost(share)[h] for h, share in enumerate(mine[each] for each in head) if share < 1)
             for count in range(7):

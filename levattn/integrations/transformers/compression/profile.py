@@ -37,7 +37,7 @@ _MEASURE = (
 _FIGURES = ("recall", "recall_error", "text", "text_error")
 DOUBT = 1.96  # standard errors on each side of a mean, of a confidence of 95 %
 _OTHERS = 2 / 3  # of a budget, at least: what heads have that are pruned while a model reads
-_FEW = 320  # slots: with fewer of them, whole heads cost the others more than they gain
+_FEW = 340  # slots: with fewer of them, whole heads cost the others more than they gain
 _PARTS = 192  # of a head's bytes; whole numbers of them add up without rounding, so that budget 1.0 is 1.0 for all
 _LEAST = 2.0**-64  # a share that leaves one slot, whatever the context; costs of smaller ones are beyond numbers
 _LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, _PARTS)
@@ -265,7 +265,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         In a cache, each head has a share of its own. While a model reads, some heads stay whole, or none, and all
         others have the same share, at least two thirds of the budget. So no head has less than it needs for text
         nearby, and a layer has two calls at most. In a text of a known length, so few heads stay whole that the others
-        have at least 320 slots.
+        have at least 340 slots.
 
         Parameters
         ----------
