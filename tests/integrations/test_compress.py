@@ -582,6 +582,12 @@ def test_heads_are_whole_in_texts_where_the_others_have_340_slots() -> None:
                 found.append((whole, *later, read(cache, 0, 500, 1200)))
         same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
         assert same == [True, True, True, expected == alike]  # in a first call of 500 positions, no head is whole
+    found, mask = [], torch.ones(2, 1040, dtype=torch.int64)
+    mask[0, :40] = mask[1, :100] = 0
+    for selection, more in ((0.5, {"heads": heads}), (alike, {})):  # the longest sequence has 1000 positions
+        with prune(model, selection, measure=False, **more), torch.no_grad():
+            found.append(model(ids[:, :1040].expand(2, -1), attention_mask=mask).logits)
+    assert torch.equal(*found)
     recalls = []
     for selection, more in (
         (Selection(0.5, start=0), {"heads": heads}),

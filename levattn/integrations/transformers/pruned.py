@@ -232,7 +232,7 @@ class LayerPruning:
     """The pruning of an attention module.
 
     splits: groups of its key heads, each with the least length of a text, ascending, that has it. The first call of a
-    text tells its length.
+    text tells its length; in a batch the longest one counts.
 
     tally: of `levattn.integrations.transformers.measuring`, or None.
 
@@ -298,7 +298,10 @@ def _attention(
     measurement = None if part.tally is None else part.tally.begin(len(query), rows, seen)
     dense = partial(_dense, module, attention_mask, is_causal)
     before = () if held is None else held.states
-    groups = part.groups_of(rows if held is None else held.first or rows)
+    first = 0 if held is None else held.first
+    if not first:
+        first = rows if present is None or len(part.splits) == 1 else max(1, int(present.sum(1).max()))
+    groups = part.groups_of(first)
     Y, states, whole = _of_groups(groups, arrays, before, dense, keep=held is not None, measurement=measurement)
     shares = None
     if output_attentions:  # the weight of a summary is spread over its members
@@ -306,7 +309,7 @@ def _attention(
         shares, _, _ = _of_groups(groups, replace(arrays, v=each), (), dense, keep=False)
         shares = shares.masked_fill(~arrays.visible(range(rows))[:, None], 0)
     if held is not None:
-        held.states, held.positions, held.first = states, seen, held.first or rows
+        held.states, held.positions, held.first = states, seen, first
         held.counts = None if present is None else present.sum(1)
     if part.tally is not None:
         part.tally.end(len(query), measurement, whole=whole)

@@ -72,7 +72,8 @@ def prune(
 
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
     keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone. But
-    without a `start` a batch reads all keys only as long as its longest sequence does.
+    without a `start` a batch goes by its longest sequence: up to where it reads all keys, and which heads of a profile
+    stay whole.
     With a `Selection.start`, decoding with a cache gives the same output as one call over the same positions, for
     budgets in numbers of slots. (A share refers to the positions of the first call.) The pruning honors each argument
     that a layer passes to its attention, or refuses it by name.

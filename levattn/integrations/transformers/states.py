@@ -159,7 +159,7 @@ class PrunedLayer(StateLayer):
     keys: Any
     values: Any
     pruning: int | None = None  # the number of the pruning that computed the states
-    first: int = 0  # number of positions of the first call
+    first: int = 0  # number of positions of the longest sequence in the first call
     states: States = ()
     counts: Any = None  # (B,), the number of present positions of each sequence, or None for all
 
