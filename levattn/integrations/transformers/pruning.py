@@ -71,9 +71,9 @@ def prune(
     attention.
 
     **Guarantee.** Layers and heads that are not named stay dense. Heads whose slots cover all keys, or half of the
-    keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone. But
-    without a `start` a batch goes by its longest sequence: up to where it reads all keys, and which heads of a profile
-    stay whole.
+    keys of a causal sequence, are dense up to rounding. A sequence has the same output in a padded batch as alone.
+    Without a `start`, the longest sequence of a batch decides two things. It tells up to where all keys are read, and
+    which heads of a profile stay whole.
     With a `Selection.start`, decoding with a cache gives the same output as one call over the same positions, for
     budgets in numbers of slots. (A share refers to the positions of the first call.) The pruning honors each argument
     that a layer passes to its attention, or refuses it by name.
