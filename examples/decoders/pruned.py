@@ -18,6 +18,9 @@ those of the cache after the context. The bar: answers at 25 % of the keys at le
 The third table tells whether fitted slots serve pruned reading. Each head has 256 slots and the same near keys. The
 other slots are chosen and summarized, or fitted to the last queries (`fit_slots`). Errors are of the outputs of the
 next 64 positions, and the time is of one renewal of one head.
+
+The fourth table, `--splits 0.06 0.12`, has the losses of `heads="auto"` beside all heads alike at these budgets. The
+bar: a split is never worse.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ import copy
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,12 +46,13 @@ from transformers import DynamicCache
 
 from levattn import ProfileWarning, RecallWarning
 from levattn.attention import Selection, causal_pruned_attention, fit_slots
-from levattn.integrations.transformers import compress, prune
+from levattn.integrations.transformers import HeadProfile, compress, prune
 from levattn.integrations.transformers.pruning import observed
 
 SLOTS, NEAR, NEXT = 256, 96, 64  # of the third table
 GPL = Path("/usr/share/common-licenses/GPL-3")  # of Debian and its kin; left out elsewhere
-READINGS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
+Reading = Callable[[Any], AbstractContextManager[Any]]
+READINGS: dict[str, Reading] = {
     "dense": lambda _: nullcontext(),
     "no attention": lambda _: patch(
         "torch.nn.functional.scaled_dot_product_attention", lambda q, *_, **__: torch.zeros_like(q)
@@ -77,17 +82,17 @@ WAYS: dict[str, tuple[Any, Any]] = {  # how to read, and how to make a cache of 
 }
 
 
-def read(model: Any, tokens: Any, way: str) -> tuple[float, Any]:
+def read(model: Any, tokens: Any, way: str, readings: Mapping[str, Reading] = READINGS) -> tuple[float, Any]:
     """Return the seconds of one reading, and its last hidden states."""
-    with READINGS[way](model):
+    with readings[way](model):
         begin = time.perf_counter()
         hidden = model.model(tokens, use_cache="no cache" not in way).last_hidden_state[0]
         return time.perf_counter() - begin, hidden
 
 
-def loss(model: Any, tokens: Any, way: str) -> float:
+def loss(model: Any, tokens: Any, way: str, readings: Mapping[str, Reading] = READINGS) -> float:
     """Return the mean loss of the tokens."""
-    _, hidden = read(model, tokens, way)
+    _, hidden = read(model, tokens, way, readings)
     each = [
         model.lm_head(part).log_softmax(-1).gather(1, after[:, None])
         for part, after in zip(hidden[:-1].split(512), tokens[0, 1:].split(512), strict=True)
@@ -95,12 +100,17 @@ def loss(model: Any, tokens: Any, way: str) -> float:
     return -float(torch.cat(each).mean())
 
 
-def show_reading(model: Any, tokenizer: Any, lengths: list[int], rounds: int) -> None:
-    """Print the table of readings."""
-    rng = np.random.default_rng(0)
+def texts_of(tokenizer: Any) -> dict[str, list[int]]:
+    """Return the texts to read, by name."""
     texts = {"language reference": reference(tokenizer)[20_000:], "docstrings": docstrings(tokenizer)[3000:]}
     if GPL.is_file():
         texts["GPL"] = tokenizer(GPL.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    return texts
+
+
+def show_reading(model: Any, tokenizer: Any, lengths: list[int], rounds: int) -> None:
+    """Print the table of readings."""
+    rng, texts = np.random.default_rng(0), texts_of(tokenizer)
     heads = " | ".join(texts)
     print(f"| tokens | reading | seconds | times as fast | loss / dense: {heads} |")
     print(f"| ---: | --- | ---: | ---: |{' ---: |' * len(texts)}")
@@ -118,6 +128,27 @@ def show_reading(model: Any, tokenizer: Any, lengths: list[int], rounds: int) ->
             )
             seconds = np.median(taken)
             print(f"| {length} | {way} | {seconds:.2f} | {dense / seconds:.2f} | {each_loss} |", flush=True)
+
+
+def show_splits(model: Any, tokenizer: Any, lengths: list[int], budgets: list[float]) -> None:
+    """Print the table of splits: the loss by a profile beside all heads alike."""
+    texts, profile = texts_of(tokenizer), HeadProfile.find(model, way="reading")
+    heads = " | ".join(f"{name}: alike, split" for name in texts)
+    print(f"| tokens | budget | whole heads | slots of the others | loss / dense: {heads} |")
+    print(f"| ---: | ---: | ---: | ---: |{' ---: |' * len(texts)}")
+    for length, budget in product(lengths, budgets):
+        readings: dict[str, Reading] = {
+            "dense": lambda _: nullcontext(),
+            "alike": partial(prune, selection=budget, measure=False),
+            "split": partial(prune, selection=budget, heads="auto", measure=False),
+        }
+        each_loss = []
+        for text in texts.values():
+            least, *others = (loss(model, torch.tensor([text[:length]]), way, readings) for way in readings)
+            each_loss.append(", ".join(f"{other / least:.3f}" for other in others))
+        shares = profile.shares(budget, way="reading", length=length)
+        whole, slots = sum(share == 1 for share in shares.values()), round(length * min(shares.values()))
+        print(f"| {length} | {budget:.0%} | {whole} | {slots} | {' | '.join(each_loss)} |", flush=True)
 
 
 def asked(model: Any, context: Context, way: str) -> tuple[Any, dict[str, float]]:
@@ -253,6 +284,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, default=2, help="of each task in the second table; 0 leaves it out")
     parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *DAILY), help="of the second table; all by default")
     parser.add_argument("--fits", action="store_true", help="the third table")
+    parser.add_argument("--splits", type=float, nargs="+", default=[], help="budgets of the fourth table, in shares")
     parser.add_argument("--avx2", action="store_true", help="leave AVX-512 out, in all libraries")
     options = parser.parse_args(arguments)
     if options.avx2:
@@ -271,6 +303,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         show_decision(model, tokenizer, options.lengths, options.contexts, options.tasks or [*TASKS, *DAILY])
     if options.fits:
         show_fits(model, tokenizer)
+    if options.splits:
+        show_splits(model, tokenizer, options.lengths, options.splits)
 
 
 if __name__ == "__main__":
