@@ -158,12 +158,12 @@ class KeySource:
     Memory: ``chunk_rows`` rows at a time. Rows of ``.npy`` and ``.safetensors`` files are memory-mapped and read-only,
     and released chunk by chunk. From a zarr store, only the store's chunks that hold the requested rows are read. This
     is fastest where `chunk_rows` is a multiple of the rows of such a chunk. ``.parquet`` files are read page by page,
-    and text a mebibyte at a time. Text is read from its beginning, so its last rows take as long as all rows.
+    and text four mebibytes at a time. Text is read from its beginning, so its last rows take as long as all rows.
     An array or a sparse matrix in an ``.npz`` file is read whole, because a compressed member has no random access.
 
-    A file must not be cut while it is read, unless it is an ``.npz`` file or a zarr store. Its size is checked before
-    each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as with
-    every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm to an
+    A file must not be cut while it is read, unless it is an ``.npz`` file, text or a zarr store. Its size is checked
+    before each chunk. But if it is cut while a chunk is in use, the operating system ends the process (SIGBUS), as
+    with every mapped file. Copy a file that may be cut first. Replacing it as a whole, by a rename, does no harm to an
     iteration in progress; the next one raises.
 
     A source in another process knows the sizes and the times of its files, not their inodes. So another machine may

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import mmap
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -356,8 +357,85 @@ def _first_rows(path: Path, metadata: Any) -> list[int]:
 
 TEXTS = {".csv": ",", ".tsv": "\t"}
 _BLOCK_BYTES = 2**20  # of text that is parsed at a time, but at least some lines
+_PIECE_BYTES = 4 * _BLOCK_BYTES  # of text that is read at a time
 _LONGEST_LINE = 2**26
+_NOT_EMPTY = re.compile(rb"[^\r\n]")
 _WHOLE = re.compile(r"[+-]?[0-9]+")
+
+
+class _Text:
+    """Text in an open file, parsed in pieces of whole lines.
+
+    Pyarrow gets bytes that were read: its threads read ahead, and one that reads a mapping of a file that is cut ends
+    the process.
+    """
+
+    def __init__(self, path: Path, stream: IO[bytes]) -> None:
+        self._path, self._stream, self.size = path, stream, os.fstat(stream.fileno()).st_size
+        self._block = max(_BLOCK_BYTES, 4 * max(len(stream.readline(_LONGEST_LINE)) for _ in range(2)))
+        self.named = True
+        self.schema = self._schema()
+        self.named = _has_names(path, self.schema.names)
+        if not self.named:
+            self.schema = self._schema()
+
+    def batches(self, types: dict[str, Any]) -> Iterator[Any]:
+        """Yield the columns with these types, from the first row on."""
+        from pyarrow import ArrowInvalid
+
+        names, passed = None, 0
+        for piece in self._pieces():
+            before = passed
+            try:
+                for batch in self._reader(piece, names, types):
+                    yield batch
+                    passed += batch.num_rows
+            except ArrowInvalid as error:
+                raise ValueError(_counted_on(str(error), before + (names is not None and self.named))) from error
+            names = self.schema.names
+
+    def _schema(self) -> Any:
+        return self._reader(next(self._pieces(), b""), None, None).schema
+
+    def _reader(self, piece: memoryview | bytes, names: list[str] | None, types: dict[str, Any] | None) -> Any:
+        """Return pyarrow's reader of a piece: with names, its first line is a row."""
+        from pyarrow import BufferReader, csv
+
+        return csv.open_csv(
+            BufferReader(piece),
+            csv.ReadOptions(
+                use_threads=False,
+                block_size=self._block,
+                column_names=names,
+                autogenerate_column_names=not (self.named or names),
+            ),
+            csv.ParseOptions(delimiter=TEXTS[self._path.suffix.lower()]),
+            csv.ConvertOptions(
+                null_values=[""], include_columns=None if types is None else list(types), column_types=types
+            ),
+        )
+
+    def _pieces(self) -> Iterator[memoryview]:
+        # New memory would take longer than reading it.
+        piece = bytearray(min(max(_PIECE_BYTES, self._block), self.size))
+        offset = 0
+        while offset < self.size:
+            self._stream.seek(offset)  # others read the file in between
+            length = self._stream.readinto(piece)  # type: ignore[attr-defined]  # of binary files
+            check_size(self._path, self._stream, self.size)
+            end = max(piece.rfind(b"\n", 0, length), piece.rfind(b"\r", 0, length - 1)) + 1
+            if offset + length >= self.size:
+                end = self.size - offset
+            elif end == 0:
+                raise ValueError(f"a line has {length} bytes or more")
+            offset += end
+            if _NOT_EMPTY.search(piece, 0, end):
+                yield memoryview(piece)[:end]
+
+
+def _counted_on(message: str, passed: int) -> str:
+    """Return a message of pyarrow with rows counted from the beginning of the text, not of the piece."""
+    return re.sub(r"Row #(\d+)", lambda found: f"Row #{int(found[1]) + passed}", message)
 
 
 @contextmanager
@@ -368,27 +446,8 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
     refuse_name(path, wanted.tensor, f"a {path.suffix} file")
     with path.open("rb") as stream:
         with refusing(path, Exception):
-            pages = _mapped(stream)
-        longest = max(len(stream.readline(_LONGEST_LINE)) for _ in range(2))
-
-        def reader(types: dict[str, Any] | None, *, named: bool = True) -> Any:
-            check_size(path, stream, len(pages))
-            return pyarrow.csv.open_csv(
-                pyarrow.BufferReader(pages),
-                pyarrow.csv.ReadOptions(
-                    use_threads=False, block_size=max(_BLOCK_BYTES, 4 * longest), autogenerate_column_names=not named
-                ),
-                pyarrow.csv.ParseOptions(delimiter=TEXTS[path.suffix.lower()]),
-                pyarrow.csv.ConvertOptions(
-                    null_values=[""], include_columns=None if types is None else list(types), column_types=types
-                ),
-            )
-
-        with refusing(path, Exception):
-            schema = reader(None).schema
-            named = _has_names(path, schema.names)
-            if not named:
-                schema = reader(None, named=False).schema
+            text = _Text(path, stream)
+            schema = text.schema
             constants = _partition_of(path, wanted, schema.names)
             _check_names(path, schema.names, wanted, constants)
             kinds = {name: pyarrow.scalar(value).type for name, value in constants.items()}
@@ -402,25 +461,18 @@ def open_text(path: Path, wanted: Wanted) -> Iterator[Opened]:
                 passed = 0
                 # With no column of the file, all of them would be read.
                 there = [name for name in names if name not in constants] or schema.names[:1]
-                for batch in reader(
-                    dict.fromkeys(there, kind if there[0] in names else pyarrow.string()), named=named
-                ):
+                for batch in text.batches(dict.fromkeys(there, kind if there[0] in names else pyarrow.string())):
                     if passed + batch.num_rows > start:
                         yield passed, _with_constants(batch, names, constants)
                     passed += batch.num_rows
-                    let_go(pages)
-                    check_size(path, stream, len(pages))
 
             return start_at
 
         n = wanted.rows
         if n is None:
-            n = 0
             with refusing(path, Exception):
-                for batch in reader({schema.names[0]: pyarrow.string()}, named=named):
-                    n += batch.num_rows
-                    let_go(pages)
-        yield _opened(path, stream, len(pages), keys, n, wanted, batches)
+                n = sum(batch.num_rows for batch in text.batches({schema.names[0]: pyarrow.string()}))
+        yield _opened(path, stream, text.size, keys, n, wanted, batches)
 
 
 def _has_names(path: Path, names: list[str]) -> bool:

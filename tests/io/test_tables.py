@@ -229,7 +229,11 @@ def test_text_without_names(tmp_path: Path) -> None:
         ("a;b\n2.5;3\n", "has one column, 'a;b', by the separator of its suffix; separate .csv files by commas"),
         ("a\tb\n2.5\t3\n", r"has one column, 'a\\tb', by the separator"),
         ("a,b\n2.5,3\n1\n", r"truncated or damaged \(CSV parse error: .*Expected 2 columns, got 1"),
-        ("a,b\n2.5,3.5\n" + "1.5,2.5\n" * 300_000 + "x,3\n", r"truncated or damaged \(.*conversion error.*'x'"),
+        (
+            "a,b\n2.5,3.5\n" + "1.5,2.5\n" * 600_000 + "x,3\n",
+            r"truncated or damaged \(.*Row #600003: .*conversion error.*'x'",
+        ),
+        ("2.5,3.5\n" + "1.5,2.5\n" * 600_000 + "1\n", r"damaged \(.*Row #600002: Expected 2 columns, got 1"),
         ("a,b\n2.5,NA\n", "column 'b' holds string"),
         ("a,b\n2.5,\n", "column 'b' has nulls, the first in row 0"),
         ("", r"truncated or damaged \("),
@@ -264,6 +268,21 @@ def test_identifiers_in_text_stay_as_they_are(tmp_path: Path) -> None:
     source = open_keys(tmp_path / "keys.csv", id="name")
     assert source.ids().tolist() == ["007", "x,y", "1e5", ""]
     check(source, np.array([[1.5], [2.5], [3.5], [4.5]]))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_text_of_many_pieces(tmp_path: Path, end: str) -> None:
+    numbers = np.random.default_rng(15).integers(-(10**6), 10**6, (100_000, 2))
+    lines = ["id,a,b", *(f"row {i},{a}.{'0' * 20}5,{b}.{'5' * 20}" for i, (a, b) in enumerate(numbers.tolist()))]
+    lines[5:5] = [""] * 3
+    lines[50_000:50_000] = [""] * (6 * 2**20)  # more than is read at once
+    (tmp_path / "keys.csv").write_bytes(end.join(lines).encode())
+    source = open_keys(tmp_path / "keys.csv", id="id", chunk_rows=9973)
+    ids = [f"row {i}" for i in range(100_000)]
+    assert source.ids().tolist() == ids
+    K = np.array([[float(text) for text in line.split(",")[1:]] for line in lines[1:] if line])
+    check(source, K)
+    assert list(source.ids([70_000, 3])) == [ids[70_000], ids[3]]
 
 
 def test_a_long_line_of_text(tmp_path: Path) -> None:
