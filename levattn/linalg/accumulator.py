@@ -216,6 +216,7 @@ _PIECE_LEVEL = 2  # of the longest part of a run for one thread: it should still
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
 _MARGIN = 1.2  # by which later blocks may be larger than those before, so that a run of them is not split
+_MOST = 1 << 20  # blocks that a sum is said to have room for
 _FEW = 4  # sums of runs, whose room a part of them may keep
 _SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
@@ -270,17 +271,21 @@ class GramAccumulator:
             while level and at + (BLOCK << level) == smaller:  # the rest of a run that was split
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
-            while level and (at, level) not in known and not self._has_room(level):
-                level -= 1
+            if level and (at, level) not in known:
+                level = min(level, self.blocks_with_room().bit_length() - 1)
             while not self._take(rows.between(at, at + (BLOCK << level)), level, known.get((at, level))):
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
 
-    def _has_room(self, level: int) -> bool:
-        """Tell whether the sum is likely to have room for 2^level blocks, if they are like those before."""
-        diagonal = sum(part.diagonal for part in self.blocks.levels.values())
-        return bool((diagonal * (1 + _MARGIN * (1 << level) / self.blocks.count) <= self._largest).all())
+    def blocks_with_room(self) -> int:
+        """Return how many more blocks the sum has room for if they are like those before, but at least 1."""
+        diagonal = sum((part.diagonal for part in self.blocks.levels.values()), np.zeros_like(self._largest))
+        growing = self._largest < _MOST * diagonal
+        if not growing.any():
+            return _MOST
+        least = float(np.minimum.reduce(self._largest[growing] / diagonal[growing]))
+        return max(1, int((least - 1) * self.blocks.count / _MARGIN))
 
     def terms_beside(self, rows: Rows, scored: Rows, norms: Norms, out: Any) -> Terms:
         """Return the moments of the runs of whole blocks, in main memory, that `add` will sum.

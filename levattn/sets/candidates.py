@@ -286,27 +286,30 @@ class RunningCandidates:
         at, left = 0, rows.shape[1] // BLOCK
         longest = _DEVICE_RUN if on_cuda(rows.keys) else _RUN
         while left:
-            number = self.blocks + 1
-            milestone = number & (number - 1) == 0
-            count = 1 if milestone else self._run(left, longest)
+            first = not self.blocks
+            count = 1 if first else self._run(left, longest)
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
             beside = [index[:, part], *(array[:, part] for array in payload)]
-            labels = self.labels(beside[1:])
-            if milestone:
+            labels, over = self.labels(beside[1:]), list(range(len(self.held)))
+            if first:
                 self.running.add(run)
-                self.running.freeze()
+                self.running.freeze(run, self.epsilon)
                 starts, places = self.running.screened(run, labels, self.epsilon, member=True)
-                over = list(range(len(self.held)))
             else:
                 (starts, places), ahead = self.running.screened_ahead(run, labels, self.epsilon)
-                cut, over = self._cut(starts, places)
+                cut, full = self._cut(starts, places)
                 self._span = min(2 * self._span, longest) if cut is None else cut
                 if cut is not None and cut < count:
                     count, ahead = cut, None
                     run = run.between(0, count * BLOCK)
                     starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
+            milestone = self.blocks & (self.blocks - 1) == 0
+            if not milestone:
+                over = full
+            elif not first:
+                self.running.freeze(run, self.epsilon)
             if starts[-1]:
                 arrays = beside[0], run.keys, *beside[1:]
                 self.held.add(starts, Candidates.of([_gathered(array, starts, places) for array in arrays]))
@@ -360,7 +363,9 @@ class RunningCandidates:
         done = self.blocks
         milestone = 1 << done.bit_length()
         fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
-        return min(left, milestone - 1 - done, longest - done % longest, self._span, fit)
+        room = self.running.blocks_with_room()
+        fit = fit if room >= fit else int(room)
+        return min(left, milestone - done, longest - done % longest, self._span, fit)
 
     def judged(self, by: Reference, item: int, held: Candidates) -> Judged:
         """Return the bounds of candidates of one matrix."""

@@ -179,6 +179,10 @@ class RunningSquares:
                 "power of two"
             )
 
+    def blocks_with_room(self) -> float:
+        """Return of how many more blocks the sums by `screened_ahead` are likely to be of use."""
+        return math.inf if self.sums.double_double.any() else self.sums.blocks_with_room()
+
     def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
         """Add whole blocks; `ahead` comes from `screened_ahead`."""
         if ahead is None:
@@ -186,11 +190,12 @@ class RunningSquares:
         else:
             self.sums.add(*ahead)
 
-    def freeze(self) -> None:
-        """Take all blocks so far for the screen."""
+    def freeze(self, rows: Rows, epsilon: float) -> None:
+        """Take all blocks so far for the screen of keys such as `rows`."""
         b, d = self.sums.exponents.shape
         self.frozen = self.sums.total(Rows(np.zeros((b, 0, d)), "float64"))
         self._screen = None
+        self._made_screen(rows, epsilon)
 
     def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Listed:
         """List the keys that may have a bound of at least ε; `member` if all of them are among the screen's."""
@@ -339,6 +344,10 @@ class RunningBlocks:
         size = BLOCK // _SUBBLOCKS
         return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
 
+    def blocks_with_room(self) -> float:
+        """Return of how many more blocks the sums are of use: of all."""
+        return math.inf
+
     def add(self, rows: Rows, _ahead: Any = None) -> None:
         """Add whole blocks."""
         self._count(self.groups, rows, self.label(self.blocks * BLOCK, rows.shape[1])[0])
@@ -353,7 +362,7 @@ class RunningBlocks:
         for low, high in pairwise(edges if n else []):
             groups[labels[low]].merge(*GramAccumulator(b, d).total(rows.between(low, high)))
 
-    def freeze(self) -> None:
+    def freeze(self, _rows: Rows, _epsilon: float) -> None:
         """Take all blocks so far for the screen."""
         b, d = self.groups[0].exponents.shape
         nothing = Rows(np.zeros((b, 0, d)), "float64")
