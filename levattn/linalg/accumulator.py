@@ -216,7 +216,7 @@ _PIECE_LEVEL = 2  # of the longest part of a run for one thread: it should still
 _DEVICE_LEVEL = 10  # the same on a CUDA device, where each run costs a wait
 _TOGETHER = 1 << 28  # at most this many bytes of the moments of several runs that a device finds at once
 _MARGIN = 1.2  # by which later blocks may be larger than those before, so that a run of them is not split
-_MOST = 1 << 20  # blocks that a sum is said to have room for
+_MOST = 1 << 20  # more blocks than a run has
 _FEW = 4  # sums of runs, whose room a part of them may keep
 _SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
@@ -245,6 +245,7 @@ class GramAccumulator:
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was last estimated
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before the next estimate
         self._largest: Float64 = np.zeros((b, d))  # and so the diagonal then; a column that was zero says nothing yet
+        self._near = 0  # the number of blocks up to which there is surely room, if they are like those before
         self.spans = (Span.nothing(d),) * b
 
     def copy(self) -> GramAccumulator:
@@ -272,20 +273,23 @@ class GramAccumulator:
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
             if level and (at, level) not in known:
-                level = min(level, self.blocks_with_room().bit_length() - 1)
+                level = self.fitting(1 << level).bit_length() - 1
             while not self._take(rows.between(at, at + (BLOCK << level)), level, known.get((at, level))):
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
 
-    def blocks_with_room(self) -> int:
-        """Return how many more blocks the sum has room for if they are like those before, but at least 1."""
+    def fitting(self, blocks: int) -> int:
+        """Return for how many of some further blocks there is room if they are like those before, but at least 1."""
+        if self.blocks.count + blocks <= self._near:
+            return blocks
         diagonal = sum((part.diagonal for part in self.blocks.levels.values()), np.zeros_like(self._largest))
-        growing = self._largest < _MOST * diagonal
-        if not growing.any():
-            return _MOST
-        least = float(np.minimum.reduce(self._largest[growing] / diagonal[growing]))
-        return max(1, int((least - 1) * self.blocks.count / _MARGIN))
+        growing, room = self._largest < _MOST * diagonal, float(_MOST)
+        if growing.any():
+            least = float(np.minimum.reduce(self._largest[growing] / diagonal[growing]))
+            room = (least - 1) * self.blocks.count / _MARGIN
+        self._near = self.blocks.count + min(int(room / 2), self.blocks.count)  # then it looks again
+        return max(1, min(blocks, int(room)))
 
     def terms_beside(self, rows: Rows, scored: Rows, norms: Norms, out: Any) -> Terms:
         """Return the moments of the runs of whole blocks, in main memory, that `add` will sum.

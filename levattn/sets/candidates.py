@@ -363,9 +363,7 @@ class RunningCandidates:
         done = self.blocks
         milestone = 1 << done.bit_length()
         fit = max(1, _RUN_NUMBERS // max(1, BLOCK * len(self.held) * self.running.numbers))
-        room = self.running.blocks_with_room()
-        fit = fit if room >= fit else int(room)
-        return min(left, milestone - done, longest - done % longest, self._span, fit)
+        return self.running.fitting(min(left, milestone - done, longest - done % longest, self._span, fit))
 
     def judged(self, by: Reference, item: int, held: Candidates) -> Judged:
         """Return the bounds of candidates of one matrix."""

@@ -179,9 +179,9 @@ class RunningSquares:
                 "power of two"
             )
 
-    def blocks_with_room(self) -> float:
-        """Return of how many more blocks the sums by `screened_ahead` are likely to be of use."""
-        return math.inf if self.sums.double_double.any() else self.sums.blocks_with_room()
+    def fitting(self, blocks: int) -> int:
+        """Return of how many of the next blocks the sums by `screened_ahead` are likely to be of use."""
+        return blocks if self.sums.double_double.any() else self.sums.fitting(blocks)
 
     def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
         """Add whole blocks; `ahead` comes from `screened_ahead`."""
@@ -344,9 +344,9 @@ class RunningBlocks:
         size = BLOCK // _SUBBLOCKS
         return np.arange(first, first + n, dtype=np.int64)[None] // size % len(self.groups)
 
-    def blocks_with_room(self) -> float:
-        """Return of how many more blocks the sums are of use: of all."""
-        return math.inf
+    def fitting(self, blocks: int) -> int:
+        """Return of how many of the next blocks sums are of use: there are none ahead of `add`."""
+        return blocks
 
     def add(self, rows: Rows, _ahead: Any = None) -> None:
         """Add whole blocks."""
