@@ -1,10 +1,11 @@
-"""The order of the gallery: the three main uses first, then the other examples by name."""
+"""The order of the gallery, with the three main uses first, and what is kept between its examples."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
-__all__ = ["MainUsesFirst"]
+__all__ = ["MainUsesFirst", "keep"]
 
 _MAIN = ("plot_universal_set.py", "plot_prune_encoder.py", "plot_stream_chunks.py")
 
@@ -21,3 +22,8 @@ class MainUsesFirst:
 
     def __repr__(self) -> str:
         return type(self).__name__  # of which sphinx keeps a digest
+
+
+def keep(*_: Any) -> None:
+    """Let no collection between examples look through what was made before."""
+    gc.freeze()

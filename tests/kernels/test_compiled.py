@@ -362,6 +362,7 @@ else:
 
 
 @needs_torch
+@pytest.mark.thorough
 def test_code_that_is_compiled_beside_code_from_the_cache_calls_its_own_functions(tmp_path: Path) -> None:
     """One process infers, and a later one trains: functions of the two kernels once had the same names."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

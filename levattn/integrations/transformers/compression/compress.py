@@ -199,6 +199,7 @@ def compress(
     of_heads = HeadSelections.of(selection, profile, set(range(len(layers))) - sliding, sliding, gain)
     of_heads.check_codes(bits)
     cache = CompressedCache(layers, tokens, present, Origin(model))
+    cache.origin.check_attention()  # now: masks of flex attention take seconds to compile
     base = model.base_model
     check_padding(model, layers, present)
     # out of inference mode, so that gradients may read the slots
