@@ -117,17 +117,29 @@ if hasattr(os, "register_at_fork"):
 
 
 def _compiler(kernel: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `compile` for a kernel that looks for its cache at the first call."""
+    """Return a `compile` for a kernel that looks for its cache at the first call.
+
+    One code takes read-only arrays and all others: kernels write to arrays that levattn makes, and to no others.
+    """
     compile, without, stamp = kernel.compile, kernel._cache, _stamp(function)  # the stamp of the sources as imported
 
     @wraps(compile)
-    def compiled(*arguments: Any) -> Any:
+    def compiled(arguments: tuple[Any, ...]) -> Any:
         if kernel._cache is without:
             kernel._cache = _cache_of(function, stamp) or without
+        writable = tuple(map(_writable, arguments))
         with _uncollected:
-            return compile(*arguments)
+            code = compile(writable)
+        if writable != arguments:
+            kernel._insert([kind._code for kind in arguments], code, False)
+        return code
 
     return compiled
+
+
+def _writable(kind: Any) -> Any:
+    """Return the type of an argument, of an array that may be written to if it is one."""
+    return kind.copy(readonly=False) if isinstance(kind, numba.types.Array) else kind
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
