@@ -18,7 +18,6 @@ from operator_table import LATTE, MEMORIES, MIXTURES, WINDOWS, Operator, T, of_f
 from emulator import device
 from levattn import CausalUniversalSet, HeavyKeys, causal_heavy_attention, online_leverage_scores
 from levattn._core import arrays
-from levattn._kernels.latent import cuda
 from levattn.attention import memberships
 from libraries import needs_torch, stored
 
@@ -120,8 +119,7 @@ def runs_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Emulate a device where there is to be one, with sequences in runs of few positions."""
     if request.getfixturevalue("storage") == "device":
         device.library_on_device(monkeypatch)
-        for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
-            monkeypatch.setattr(cuda, name, length)
+        device.short_runs(monkeypatch)
 
 
 def results(name: str, arrays: Any, storage: str) -> Any:

@@ -29,9 +29,7 @@ TOLERANCE = {"float64": 1e-13, "float32": 5e-6}  # sums of some dozen terms, who
 
 @pytest.fixture(autouse=True)
 def short_runs(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_cuda, "_SHORTEST", 16)
-    monkeypatch.setattr(latent_cuda, "_LONGEST", 32)
-    monkeypatch.setattr(latent_cuda, "_STRETCH", 32)
+    emulated.short_runs(monkeypatch)
 
 
 def mixture(

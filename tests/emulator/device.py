@@ -23,6 +23,7 @@ import pytest
 import emulator
 from emulator import DeviceError
 from levattn._kernels import cuda_source
+from levattn._kernels.latent import cuda as latent_cuda
 
 from .card import CUPY, device_count, on_card
 from .places import CURRENT, Device, allocated, cuda, launches, memory_of, on_memory
@@ -233,6 +234,13 @@ NAMESPACE = Namespace()
 
 def is_on_device(array: Any) -> bool:
     return isinstance(array, DeviceArray)
+
+
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let latent attention cut sequences into runs of few positions, also where another test had longer ones."""
+    for name, length in (("_SHORTEST", 16), ("_LONGEST", 32), ("_STRETCH", 32)):
+        monkeypatch.setattr(latent_cuda, name, length)
+    monkeypatch.setattr(latent_cuda, "_planned_before", latent_cuda._planned)  # nothing is remembered
 
 
 def library_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Any:
