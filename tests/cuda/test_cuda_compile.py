@@ -21,8 +21,8 @@ from levattn._kernels.cuda_source import FOLDER, KERNELS, expression
 
 ARCHITECTURES = tuple(map(int, os.environ.get("CUDA_ARCHITECTURES", "100,90,80").split(",")))
 # Releases of NVRTC, and the cards for which each compiles one of the types of each kernel; for one that it does not
-# know (100 by 12.0) PTX, as it would there. The thorough tests compile all types for all cards.
-RELEASES = (("12.0", 80), ("12.0", 100), ("12.4", 90), ("12.9", 100))
+# know (100 by 12.4) PTX, as it would there. The thorough tests compile all types for all cards.
+RELEASES = (("12.0", 80), ("12.4", 100), ("12.9", 100))
 ALL_RELEASES = tuple((version, card) for version in ("12.0", "12.4", "12.9", "13.0") for card in (80, 90, 100))
 # A release that spills more easily than the newest one, and the card on which it ran: it compiles all types each time
 WITHOUT_SPILLS = ("13.0", 90)
@@ -73,11 +73,16 @@ def one_of_each(source: str, number: int) -> tuple[str, ...]:
     return tuple(expression(name, choices[number % len(choices)]) for name, choices in KERNELS[source].items())
 
 
+def known_faults(source: str) -> set[str]:
+    return {fault for (known, card), fault in KNOWN.items() if source == known and card in ARCHITECTURES}
+
+
 @pytest.mark.parametrize("source", sorted(KERNELS))
 def test_the_newest_release_compiles_each_kernel_without_spills(nvrtc: Any, source: str) -> None:
     code, names = cuda_source.text(f"{source}.cu"), one_of_each(source, -1)
     unused = "--diag-suppress=177"  # functions that other types call
-    assert list(faults_of(nvrtc, code, names, WITHOUT_SPILLS[1], unused)) == []
+    found = {fault for card in ARCHITECTURES for fault in faults_of(nvrtc, code, names, card, unused)}
+    assert found <= known_faults(source)
 
 
 @pytest.mark.thorough
@@ -87,8 +92,7 @@ def test_what_the_table_names_compiles_without_spills(nvrtc: Any, source: str) -
     with ThreadPoolExecutor(2) as pool:
         faults = pool.map(lambda card: list(faults_of(nvrtc, code, names, card)), ARCHITECTURES)
         found = {fault for each in faults for fault in each}
-    expected = {fault for (known, card), fault in KNOWN.items() if source == known and card in ARCHITECTURES}
-    assert found == expected
+    assert found == known_faults(source)
 
 
 @pytest.mark.parametrize("source", sorted(KERNELS))
