@@ -1,4 +1,7 @@
-"""Arrays that cannot be written: every public entry point reads them, by the same compiled code as plain arrays."""
+"""Arrays that cannot be written: every public entry point reads them, by the same compiled code as plain arrays.
+
+Inside: what was compiled is counted.
+"""
 
 from __future__ import annotations
 
