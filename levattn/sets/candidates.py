@@ -291,14 +291,15 @@ class RunningCandidates:
             part = slice(at * BLOCK, (at + count) * BLOCK)
             run = rows.between(part.start, part.stop)
             beside = [index[:, part], *(array[:, part] for array in payload)]
-            labels, over = self.labels(beside[1:]), list(range(len(self.held)))
+            labels = self.labels(beside[1:])
+            over: list[int] = []
             if first:
                 self.running.add(run)
                 self.running.freeze(run, self.epsilon)
                 starts, places = self.running.screened(run, labels, self.epsilon, member=True)
             else:
                 (starts, places), ahead = self.running.screened_ahead(run, labels, self.epsilon)
-                cut, full = self._cut(starts, places)
+                cut, over = self._cut(starts, places)
                 self._span = min(2 * self._span, longest) if cut is None else cut
                 if cut is not None and cut < count:
                     count, ahead = cut, None
@@ -306,9 +307,9 @@ class RunningCandidates:
                     starts, places = _first_of(starts, to_numpy(places), count * BLOCK)
                 self.running.add(run, ahead)
             milestone = self.blocks & (self.blocks - 1) == 0
-            if not milestone:
-                over = full
-            elif not first:
+            if milestone:
+                over = list(range(len(self.held)))
+            if milestone and not first:
                 self.running.freeze(run, self.epsilon)
             if starts[-1]:
                 arrays = beside[0], run.keys, *beside[1:]
