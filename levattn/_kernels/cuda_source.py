@@ -66,6 +66,8 @@ _UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
 _BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
+_NEAR = (("float", "float"), *_HALVES, ("Half", "Half"), ("Bfloat", "Bfloat"))
+
 # source -> kernel -> its types; () for a kernel that is not a template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
@@ -96,6 +98,10 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
     "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
+    "near": {
+        "attend_near": tuple((*pair, columns) for pair in _NEAR for columns in ("1", "2", "4", "8")),
+        "join_near": _NEAR,
+    },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {
         "find_first": tuple((key,) for key in _KEYS),

@@ -5,12 +5,14 @@ Where kernels run, `emulator.card` says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import emulator
 from emulator import device as emulated
+from emulator import places
 from emulator.card import MainMemory
 
 
@@ -30,3 +32,18 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     """CuPy; where there is no card, the emulator's arrays, which the library takes for CuPy's."""
     return emulated.library_on_device(monkeypatch)
+
+
+@pytest.fixture
+def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Torch with two devices of the emulator: its streams, and what makes tensors."""
+    pytest.importorskip("torch")
+    if emulated.DEVICES:
+        pytest.skip("the emulator's tensors stand in for those of a card")
+    from emulator import tensors
+
+    streams = tensors.torch_on_devices(monkeypatch)
+    with tensors.Devices() as made:
+        for happened in (places.launches, places.waits, places.own):
+            happened.clear()
+        yield tensors, streams, made

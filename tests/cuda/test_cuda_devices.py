@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,21 +96,6 @@ def test_arrays_on_two_devices_are_named(cupy: Any) -> None:
         state.update(other, other)
     with pytest.raises(TypeError, match=r"q_logits is on CUDA device 0 and .* on CUDA device 1"):
         latte(K[None], other[None], other[None])
-
-
-@pytest.fixture
-def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Torch with two devices of the emulator: its streams, and what makes tensors."""
-    pytest.importorskip("torch")
-    if device.DEVICES:
-        pytest.skip("the emulator's tensors stand in for those of a card")
-    from emulator import tensors
-
-    streams = tensors.torch_on_devices(monkeypatch)
-    with tensors.Devices() as made:
-        for happened in (places.launches, places.waits, places.own):
-            happened.clear()
-        yield tensors, streams, made
 
 
 def test_a_step_of_tensors_has_the_bits_of_a_step_of_arrays(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_pruned_kernels import mixture
 
 import naive_attention
 from differences import assert_gradients
 from levattn._kernels.pruned import PrunedArguments, Summaries, definition, mapped
 from levattn.attention import Selection, pruned_attention
 from libraries import HAS_TORCH
+from mixtures import as_wide, mixture, of_torch
 from pruned_calls import attend, selected, walk
 
 if not HAS_TORCH:
@@ -74,30 +74,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     return found
 
 
-def tensors(x: PrunedArguments, dtype: str = "float64") -> PrunedArguments:
-    """The same of tensors, of numbers that a dtype has, which products of 16 bits are asked for if it has so many."""
-    kind = getattr(torch, dtype)
-    wide = torch.promote_types(kind, torch.float32)
-
-    def tensor(array: Any) -> Any:
-        found = torch.from_numpy(np.ascontiguousarray(array))
-        return found.to(kind).to(wide) if found.is_floating_point() else found
-
-    x = (
-        mapped(replace(x, summaries=None), tensor)
-        if x.summaries is None
-        else replace(
-            mapped(replace(x, summaries=None), tensor),
-            summaries=mapped(x.summaries, lambda array: torch.from_numpy(array).to(wide)),
-        )
-    )
-    return x if kind == wide else replace(x, q=x.q / 2, narrow=(kind, 0.5))
-
-
-def as_wide(x: PrunedArguments) -> PrunedArguments:
-    return replace(mapped(x, lambda array: array.double() if array.is_floating_point() else array), narrow=None)
-
-
 def causal(x: PrunedArguments) -> PrunedArguments:
     """The last positions of a stream, whose summaries have no member near."""
     n, m = x.keys.shape[1], x.q.shape[2]
@@ -115,7 +91,7 @@ def agree(x: PrunedArguments, dtype: str) -> None:
 @over_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_mixtures_are_their_definition(shape: dict[str, Any], dtype: str, calls: list[Any]) -> None:
-    x = tensors(mixture(**shape), dtype)
+    x = of_torch(mixture(**shape), dtype)
     agree(x, dtype)
     read = x.q.numel() and x.kept_keys.shape[1] + x.keys.shape[1] * (max(x.last) > 0) + (x.summaries is not None)
     assert set(calls) == ({getattr(torch, dtype)} if read else set())
@@ -129,12 +105,12 @@ def test_mixtures_are_their_definition(shape: dict[str, Any], dtype: str, calls:
 )
 @pytest.mark.usefixtures("calls")
 def test_causal_mixtures_are_their_definition(shape: dict[str, Any], dtype: str) -> None:
-    agree(tensors(causal(mixture(**shape)), dtype), dtype)
+    agree(of_torch(causal(mixture(**shape)), dtype), dtype)
 
 
 @pytest.mark.usefixtures("calls")
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = tensors(mixture(b=3, g=2))
+    x = of_torch(mixture(b=3, g=2))
     whole = fused_kernels.mixture(x)
     monkeypatch.setattr(fused_kernels, "_ENTRIES", 1)
     monkeypatch.setattr(fused_kernels, "_ITEMS", 2)
@@ -153,7 +129,7 @@ def test_gradients_are_those_of_the_definition(kind: str, dtype: str, calls: lis
     if kind == "kept":  # so that some rows read no near key
         assert x.role is not None
         x.role[:, :15] = -2
-    x = tensors(x, dtype)
+    x = of_torch(x, dtype)
     rng = torch.Generator().manual_seed(0)
     weights = [torch.randn(part.shape, generator=rng, dtype=torch.float64) for part in definition.mixture(x)]
     found, expected = (
@@ -183,7 +159,7 @@ def gradients_of(kernels: Any, x: PrunedArguments, weights: list[Any]) -> tuple[
 
 @pytest.mark.usefixtures("calls")
 def test_gradients_are_those_of_differences() -> None:
-    x = tensors(mixture(g=2, m=24, n=24, d=3, D=2))
+    x = of_torch(mixture(g=2, m=24, n=24, d=3, D=2))
     names = "q", "keys", "values", "kept_keys", "kept_values", "log_weight"
 
     def run(*arrays: Any) -> Any:
@@ -205,7 +181,7 @@ def test_without_summaries_heads_keep_their_width(
 
     monkeypatch.setattr(fused_kernels, "scaled_dot_product_attention", seen)
     for m, n, window in ((30, 50, 0), (40, 40, 40)):
-        x = tensors(mixture(d=128, D=128, s=20, R=R, m=m, n=n, window=window), "float32")
+        x = of_torch(mixture(d=128, D=128, s=20, R=R, m=m, n=n, window=window), "float32")
         x = causal(x) if window else x
         agree(x, "float32")
         assert ((fused_kernels.mixture(x)[1] == 0).all()) == (R == 0)
@@ -250,7 +226,7 @@ def test_slots_with_logarithms(scale: float, level: float, dtype: str) -> None:
 @pytest.mark.parametrize("size", [30.0, 1e3, 1e5])
 @pytest.mark.usefixtures("calls")
 def test_large_logits_leave_no_range(size: float, dtype: str) -> None:
-    x = tensors(mixture(g=2, window=7, n=150, m=150), dtype)
+    x = of_torch(mixture(g=2, window=7, n=150, m=150), dtype)
     x = replace(x, q=x.q * size if dtype != "float16" else x.q * min(size, 1e4))
     leaves = [x.q.requires_grad_(), x.keys.requires_grad_(), x.values.requires_grad_()]
     Y, rest = fused_kernels.mixture(x)
@@ -279,7 +255,7 @@ def test_no_more_is_taken_out_than_there_is(apart: float, size: float, dtype: st
     sums = [array.reshape(1, 60, 2, -1).sum(2) for array in pairs]
     count = np.full((1, 60), 2.0)
     at = np.arange(120)
-    x = tensors(
+    x = of_torch(
         replace(
             mixture(b=1, s=0, d=16, D=4, R=0),
             q=(min(size, 1e3) if dtype == "float16" else size) * keys[:, None],
@@ -317,7 +293,7 @@ def test_as_many_operators_for_any_length(form: str) -> None:
     found = []
     for n, R in ((512, 8), (2048, 8), (512, 64), (2048, 64)):
         x = mixture("float32", g=2, n=n, m=64 if form == "causal" else n, R=R, window=0 if form == "none" else 8)
-        x = tensors(causal(x) if form == "causal" else x, "float32")
+        x = of_torch(causal(x) if form == "causal" else x, "float32")
         with Operators() as operators:
             fused_kernels.mixture(x)
         found.append(operators.names)

@@ -1,4 +1,4 @@
-"""Clusters for pruned attention on a CUDA device: one block of threads a matrix chooses their first centers."""
+"""Pruned attention on a CUDA device: clusters, whose first centers a block of threads chooses, and keys near rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import TYPES, launch, namespace, on_device, shared_limit, with_rows, with_steps
+from levattn._kernels.cuda_source import (
+    TYPES,
+    launch,
+    namespace,
+    on_device,
+    shared_limit,
+    stored,
+    with_rows,
+    with_steps,
+)
 from levattn._kernels.pruned import definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
@@ -16,6 +25,11 @@ _PICKING, _COMPUTING = 1024, 512  # threads of a block that picks, with a table 
 _EACH = 4  # rows of a table begin at multiples of so many numbers
 _APART = 8  # numbers between rows in shared memory
 _LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
+
+# As in near.cu
+_NEAR_ROWS = 8  # of a block, a warp each
+_NEAR_COLUMNS = (1, 2, 4, 8)  # of a lane
+MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near a row, and columns of keys and values
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _TABLES = 1 << 31  # bytes of tables of distances at a time
@@ -98,3 +112,43 @@ def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     grid = b * R, max(1, -(-d // (_LANES * columns)))
     launch("labels", "sum_members", (TYPES[X.dtype.name], str(columns)), grid, [*given, n, d, R, sums, mass])
     return sums, mass
+
+
+def attend_near(
+    q: Any, rows: tuple[Any, Any], edges: tuple[Any, Any], members: tuple[Any, Any], held: Any, sums: Any, scale: float
+) -> tuple[Any, Any, Any]:
+    """Return log A (b, g, m), C / A or None, and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
+
+    As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of the
+    keys near each row, at most MOST_NEAR. `members`: roles (b, n) and log-weights, or None. `held`: keys, values and
+    log-weights of slots, with `sums` (b, R, d + D + 3) of summaries in float32; both None without any.
+    """
+    xp, (b, g, m, d), (K, V) = namespace(), q.shape, map(with_rows, rows)
+    (n, D), role, logs = V.shape[1:], on_device(members[0], np.int64), on_device(members[1], np.float32)
+    masses, gone, changes = xp.empty((b, g, m), np.float32), None, xp.empty((b, g, m, D + 1), np.float32)
+    slots, R = (None, None, 0, None), 0
+    if sums is not None:
+        keys, values, weights = held
+        slots = on_device(keys), *with_steps(with_rows(values), 2)[::2], on_device(weights, np.float32)
+        R, gone = sums.shape[1], xp.empty((b, g, m), np.float32)
+    first, last = on_device(np.array(edges, np.int32))
+    s = 0 if sums is None else held[0].shape[1] - R
+    columns = next(each for each in _NEAR_COLUMNS if 32 * each >= max(d, D))
+    arguments = [*with_steps(with_rows(q), 3), *with_steps(K, 2), *with_steps(V, 2), first, last, role, logs]
+    arguments += [on_device(sums), *slots, scale, b * g * m, g, m, n, d, D, s, R, masses, gone, changes]
+    types = stored(q.dtype), stored(K.dtype), str(columns)
+    launch("near", "attend_near", types, (-(-b * g * m // _NEAR_ROWS),), arguments, threads=32 * _NEAR_ROWS)
+    return masses, gone, changes
+
+
+def join_near(found: Any, changes: Any, gone: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return outputs (rows, D), and the shares of summaries (rows,), of attention to slots and to near keys.
+
+    `found`: (rows, at least D + 2), of slots; see near.cu.
+    """
+    xp, rows, D = namespace(), found.shape[0], changes.shape[-1] - 1
+    Y, rests = xp.empty((rows, D), dtype), xp.empty((rows,), np.float32)
+    arguments = [*with_steps(with_rows(found), 1), changes, gone, rows, D, Y, rests]
+    types = stored(found.dtype), stored(Y.dtype)
+    launch("near", "join_near", types, (-(-rows // _NEAR_ROWS),), arguments, threads=32 * _NEAR_ROWS)
+    return Y, rests

@@ -392,16 +392,50 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     others, so C ≤ A. With C ≤ M, M + A − C is at least half of M + A, so nothing cancels.
     """
     D = x.values.shape[-1]
-    mass, gone, change = _near(x, q, scale, held, first, last)
+    by_kernels = _near_is_read(x, held, int(np.max(last - first)))
+    mass, gone, change = (_near_there if by_kernels else _near)(x, q, scale, held, first, last)
     nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
     keys = torch.cat([held.keys, nothing], 1)
     more = torch.arange(D + 2, device=q.device).eq(D + 1).to(q.dtype).expand(len(q), 1, -1)
     values = torch.cat([pad(held.values, (0, D + 2 - held.values.shape[-1])), more], 1)
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
-    found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass).to(x.q.dtype)
+    found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass)
+    if by_kernels:
+        rows = found.flatten(0, 2)
+        Y, rest = cuda.join_near(memory_of(rows), change, gone, memory_of(x.q).dtype)
+        return tensor_of(Y).view(*q.shape[:3], D), tensor_of(rest).view(q.shape[:3])
+    found = found.to(x.q.dtype)
     share = found[..., D + 1 :]
     found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
     return found[..., :D], found[..., D].clamp(min=0)
+
+
+def _near_is_read(x: PrunedArguments, held: _Slots, near: int) -> bool:
+    """Tell whether kernels of a device have what few near keys take, of which there is no gradient."""
+    given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
+    arrays = [array for array in given if isinstance(array, torch.Tensor)]
+    if not all(map(_on_device, arrays)) or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
+        return False
+    return near <= cuda.MOST_NEAR and max(x.q.shape[-1], x.values.shape[-1]) <= cuda.MOST_COLUMNS
+
+
+def _near_there(
+    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64
+) -> tuple[Any, Any, Any]:
+    """Return what `_near` returns, by a kernel of a device: arrays of CuPy, but for log A."""
+    slots = sums = None
+    if x.summaries is not None and x.role is not None:
+        sums = memory_of(_side_by_side(x.summaries, torch.float32))
+        slots = tuple(map(memory_of, (held.keys, held.values, held.log_weight)))
+    rows, members = (tuple(map(memory_of, pair)) for pair in ((x.keys, x.values), (x.role, x.log_weight)))
+    mass, gone, change = cuda.attend_near(memory_of(q), rows, (first, last), members, slots, sums, scale)
+    return tensor_of(mass), gone, change
+
+
+def _side_by_side(held: Summaries, dtype: Any) -> Any:
+    """Return the sums, weights, offsets and counts of summaries (b, R, d + D + 3)."""
+    parts = (held.keys, held.values, *(vars(held)[name][..., None] for name in _SCALARS))
+    return torch.cat([part.to(dtype) for part in parts], -1)
 
 
 def _near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64) -> tuple[Any, Any, Any]:
@@ -419,10 +453,7 @@ def _near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, 
     width = max(1, int(np.max(ends - begins)))
     edges[2] = np.repeat(begins, step)
     bounds = torch.from_numpy(edges).to(q.device).unflatten(1, (blocks, step))
-    summaries = None
-    if x.summaries is not None:
-        parts = (x.summaries.keys, x.summaries.values, *(vars(x.summaries)[name][..., None] for name in _SCALARS))
-        summaries = torch.cat([part.to(x.q.dtype) for part in parts], -1)
+    summaries = None if x.summaries is None else _side_by_side(x.summaries, x.q.dtype)
     rows = tuple(_blocks(array, blocks, step) for array in (x.q, q))
     each = max(1, _ENTRIES // (b * max(g * step, width) * 2 * width))
     pieces = []

@@ -30,6 +30,7 @@ _STRIDE = 4  # of the positions whose queries causal selections go by, at most
 _LEAST_QUERIES = 256  # positions before the first selection for each unit of the stride
 _NONE = np.zeros(0, np.int64)
 _NEAR = 8  # keys on each side of a query at most, where a budget is split
+MOST_SUMMARIES = 256  # of a head at most, where a budget is split: more cost time without gain (examples/decoders)
 SINKS, LAST = 4, 0.25  # of a cache: sinks, and the share of the others that the last keys get
 FITTED_SINKS = 1  # of fitted slots, which are chosen by attention: it finds further sinks where there are any
 
@@ -273,8 +274,8 @@ class Selection:
         """Return the slots of a query among n keys.
 
         A budget that covers all keys selects all, and splits nothing. Else, where options are None, two fifths at most
-        go to the keys near a query, and four fifths of the rest to summaries. Scores select keys for the remaining
-        slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
+        go to the keys near a query, and four fifths of the rest to summaries, up to 256. Scores select keys for the
+        remaining slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, half of the slots goes to the keys before the last selection, and a quarter to
         the positions since then. A sixteenth goes to summaries (examples/decoders), and sinks are 4 at most. In a
         compressed cache the last positions get a quarter of the slots, and summaries half. `fit_slots` selects keys in
@@ -476,7 +477,7 @@ def _split(total: int, causal: bool) -> Slots:
         return Slots(left - sinks - summaries, summaries, window, sinks, chunk)
     window = max(0, min(_NEAR, (total * 2 // 5 - 1) // 2))
     near = 2 * window + 1 if window else 0
-    summaries = (total - near) * 4 // 5
+    summaries = min((total - near) * 4 // 5, MOST_SUMMARIES)
     return Slots(total - near - summaries, summaries, window)
 
 

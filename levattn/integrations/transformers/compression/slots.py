@@ -24,6 +24,7 @@ from levattn.attention.pruned.baselines import asks_queries, baseline_of
 from levattn.attention.pruned.call import own_scores
 from levattn.attention.pruned.selection import (
     LAST,
+    MOST_SUMMARIES,
     SINKS,
     Checks,
     Selection,
@@ -38,7 +39,6 @@ from levattn.sensitivity.leverage import leverage_scores
 SlotArrays = tuple[Any, Any, Any, Any]  # keys (G, s, d), values, log-weights or None, and places
 
 _SHARE_OF_SUMMARIES = 0.5  # of a budget
-_SUMMARIES = 256  # of a head at most: more cost time without gain on SmolLM2
 _ROUNDS = 2  # of Lloyd's algorithm; more rounds change little
 _LOGITS = 1 << 24  # largest number of entries of a mask, and of logits where no kernel is fused, over all heads
 _ALIGNED = 16  # the distance between rows of a mask is a multiple of this, or torch copies the mask
@@ -90,8 +90,8 @@ class Split:
         left = slots - sinks
         window = min(_part(self.window, left), left)
         if baseline_of(self.scores) is not None:  # whose usual window gives way to summaries
-            window = min(window, max(0, left - min(_part(self.summaries, left), _SUMMARIES)))
-        summaries = min(_part(self.summaries, left), left - window, _SUMMARIES)
+            window = min(window, max(0, left - min(_part(self.summaries, left), MOST_SUMMARIES)))
+        summaries = min(_part(self.summaries, left), left - window, MOST_SUMMARIES)
         counts = Slots(left - window - summaries, summaries, window, sinks)
         if callable(self.scores) or baseline_of(self.scores) is not None:
             return SelectionRule(counts, "function", None, False, None, self._own_scores)
@@ -116,7 +116,7 @@ class Split:
         if budget is not None:
             share = isinstance(budget, float)
             return min(n, max(1, int(budget * n * factor + 1e-9) if share else _in_chunk(int(budget), chunk, of)))
-        others = int(self.sinks) + int(self.window) + min(int(self.summaries), _SUMMARIES)
+        others = int(self.sinks) + int(self.window) + min(int(self.summaries), MOST_SUMMARIES)
         size = selection.size
         selected = share_of(size, n) if isinstance(size, float) else _in_chunk(int(size or 0), chunk, of)
         return min(n, max(1, selected + others))

@@ -1,0 +1,118 @@
+"""Keys near rows on a CUDA device, run on the CPU: kernels against torch's own functions in double precision.
+
+Inside: kernels are compared with what tensors without CuPy take, whose results the tests of fused attention judge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emulator import in_orders
+from levattn._kernels.pruned import PrunedArguments
+from levattn._kernels.pruned import cuda as pruned_cuda
+from levattn.attention import Selection, pruned_attention
+from libraries import HAS_TORCH
+from mixtures import as_wide, mixture, of_torch
+
+if not HAS_TORCH:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+
+from levattn._kernels.pruned import torch as fused_kernels
+
+DTYPES = ["float32", "bfloat16", "float16"]
+# of outputs: a few roundings of weights
+ROOM = {"float32": 4e-6, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"counted": True},
+    {"labeled": False},
+    {"d": 1, "D": 1, "n": 3, "m": 3},
+    {"g": 3, "m": 50, "n": 50},
+    {"g": 7, "m": 1, "n": 9},
+    {"R": 0},
+    {"R": 1, "s": 1, "d": 16, "D": 33},
+    {"s": 0, "R": 0},
+    {"d": 40, "D": 33, "m": 30, "n": 30},
+    {"d": 128, "D": 128, "m": 17, "n": 17, "g": 2, "window": 8, "R": 3},
+    {"d": 136, "D": 72, "m": 9, "n": 9},
+    {"d": 5, "D": 256, "m": 9, "n": 9, "R": 0},
+    {"m": 70, "n": 70, "window": 15, "R": 2},
+]
+
+
+def words(tensor: Any) -> Any:
+    """An array of numpy, bfloat16 as words of 16 bits."""
+    if tensor is not None and tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return None if tensor is None else tensor.numpy()
+
+
+def read_by_kernel(x: PrunedArguments, *, narrow: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What the kernel returns for a mixture, and what it has to return."""
+    first, last = np.array(x.first, np.int64), np.array(x.last, np.int64)
+    q, scale = x.q, 1.0
+    if x.narrow is not None:
+        kind, scale = x.narrow
+        q = (q / scale).to(kind)
+    held = fused_kernels._slots(x, q.dtype)
+    rows = tuple(words(array.to(q.dtype) if narrow else array) for array in (x.keys, x.values))
+    slots = sums = None
+    if x.summaries is not None and x.role is not None:
+        sums = words(fused_kernels._side_by_side(x.summaries, torch.float32))
+        slots = tuple(words(array) for array in (held.keys, held.values, held.log_weight))
+    members = words(x.role), words(x.log_weight)
+
+    def called(*rows: Any) -> tuple[Any, ...]:
+        mass, gone, change = pruned_cuda.attend_near(words(q), rows, (first, last), members, slots, sums, scale)
+        return mass, np.zeros_like(mass) if gone is None else gone, change
+
+    found = in_orders(called, *rows)
+    wide = as_wide(x)
+    exact = replace(
+        held, **{name: None if y is None else y.double() for name, y in vars(held).items() if name != "kept"}
+    )
+    return found, fused_kernels._near(wide, q.double(), scale, exact, first, last)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_sums_over_near_keys_are_their_definition(shape: dict[str, Any], dtype: str) -> None:
+    x = of_torch(mixture(**shape), dtype)
+    if not max(np.subtract(x.last, x.first)):
+        return
+    size = max(1.0, float((x.q.abs() @ x.keys.abs().mT[:, None]).max()))  # of which logits have roundings
+    room, longest = 2.0**-22 * size, max(1.0, float(x.values.abs().max()))
+    for narrow in {False, dtype != "float32"}:
+        (mass, gone, change), (exact_mass, exact_gone, exact_change) = read_by_kernel(x, narrow=narrow)
+        np.testing.assert_allclose(mass, exact_mass, rtol=0, atol=room)
+        np.testing.assert_allclose(gone, exact_gone, rtol=0, atol=2 * room)
+        np.testing.assert_allclose(change, exact_change, rtol=0, atol=4 * room * longest)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{"summaries": 0}, {"summaries": 30}, {"summaries": 9, "sinks": 3}], ids=str)
+def test_tensors_take_the_kernels(
+    options: dict[str, int], dtype: str, tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, _, _ = tensors
+    generator = torch.Generator().manual_seed(0)
+    Q, K, V = (torch.randn(2, 3, 120, 24, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
+    selection = Selection(60, window=4, **options)
+    launched: list[str] = []
+    for name in ("attend_near", "join_near"):
+        real = getattr(pruned_cuda, name)
+        monkeypatch.setattr(pruned_cuda, name, lambda *x, real=real, name=name: launched.append(name) or real(*x))
+    found = pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), selection)
+    assert launched == ["attend_near", "join_near"]
+    assert found.dtype == Q.dtype
+    exact = pruned_attention(Q.double(), K.double(), V.double(), selection)
+    torch.testing.assert_close(found.inner.double(), exact, rtol=0, atol=4 * ROOM[dtype])
