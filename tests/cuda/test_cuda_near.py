@@ -116,3 +116,33 @@ def test_tensors_take_the_kernels(
     assert found.dtype == Q.dtype
     exact = pruned_attention(Q.double(), K.double(), V.double(), selection)
     torch.testing.assert_close(found.inner.double(), exact, rtol=0, atol=4 * ROOM[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("told", [False, True], ids=["a share", "logarithms of sums"])
+@pytest.mark.parametrize(("kind", "D", "wide"), [("float32", 5, 9), ("float16", 40, 48), ("float32", 128, 130)])
+def test_near_keys_join_slots(kind: str, D: int, wide: int, *, told: bool) -> None:
+    """As if all keys had been attended to at once: slots of mass M, near keys of mass A, less summaries of mass C."""
+    rng = np.random.default_rng(D)
+    rows, dtype = 21, np.dtype(kind)
+    M, A = rng.uniform(0.5, 3, (2, rows))
+    M[0], A[1] = 1e-30, 1e-30  # one of them alone
+    C = 0 * A if told else np.minimum(M, A) * rng.uniform(0, 0.9, rows)
+    y, c, a = rng.standard_normal((3, rows, D + 1)).astype(dtype)
+    if told:
+        y[:, D] = a[:, D] = 0
+    share = (A / (M + A)).astype(dtype)
+    found = np.full((rows, wide), 7, dtype)
+    if told:
+        found[:, :D] = y[:, :D]
+    else:
+        found[:, : D + 1], found[:, D + 1] = (M / (M + A))[:, None] * y, share
+    change = (a - (C / A)[:, None] * c).astype(np.float32)
+    near = np.log(A).astype(np.float32), None if told else (C / A).astype(np.float32), change
+    Y, rest = in_orders(lambda: pruned_cuda.join_near(found, np.log(M) if told else None, near, dtype))
+    whole = (M[:, None] * y + A[:, None] * a - C[:, None] * c) / (M + A - C)[:, None]
+    assert Y.dtype == dtype
+    room = 30 * float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(Y, whole[:, :D], rtol=0, atol=room)
+    np.testing.assert_allclose(rest, whole[:, D].clip(0), rtol=0, atol=room)

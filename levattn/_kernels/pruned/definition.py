@@ -39,8 +39,11 @@ def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     xp, (b, g, n, d) = array_namespace(X), X.shape
     X = xp.permute_dims(xp.reshape(X, (b, g, chunks, n // chunks, d)), (2, 0, 1, 3, 4))
     X = xp.reshape(X, (chunks * b, g * (n // chunks), d))
+    total = xp.sum(X, axis=1, dtype=xp.float64)
+    if not squares:
+        return total, None
     X = xp.astype(X, xp.float64)
-    return xp.sum(X, axis=1), xp.matmul(xp.matrix_transpose(X), X) if squares else None
+    return total, xp.matmul(xp.matrix_transpose(X), X)
 
 
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
@@ -50,7 +53,7 @@ def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """
     xp = array_namespace(K)
     centered = K - origin[:, None, :]
-    return xp.matmul(centered, root), xp.sum(centered * query[:, None, :], axis=-1)
+    return xp.matmul(centered, root), xp.matmul(centered, query[:, :, None])[..., 0]
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:

@@ -205,20 +205,25 @@ __global__ void __launch_bounds__(WARPS *LANES)
     if (gone) gone[place] = ratio;
 }
 
-// Join attention to slots and to near keys: `found` (rows, ·) has D columns of values, the share of summaries, and the
-// share of a slot that stands for what is near. Write (found + share * change) / (1 - share * gone) to Y (rows, D) and, for
-// the share of summaries, to `rests` (rows,). The grid is (rows / 8).
+// Join attention to slots, `found` (rows, ·), to near keys: write (found + share * change) / (1 - share * gone) to Y (rows, D).
+//
+// Behind its D columns `found` has the share of summaries, and the share of a slot that stands for what is near. With
+// `sums` (rows,), the logarithms of the masses of all slots, it has mean values and nothing behind them. The shares of
+// summaries go to `rests` (rows,). The grid is (rows / 8).
 template <typename Row, typename Out>
 __global__ void __launch_bounds__(WARPS *LANES)
-    join_near(const Row *found, long long found_row, const float *changes, const float *gone, long long rows, int D,
-              Out *Y, float *rests) {
+    join_near(const Row *found, long long found_row, const float *sums, const float *masses, const float *changes,
+              const float *gone, long long rows, int D, Out *Y, float *rests) {
     const int lane = threadIdx.x % LANES;
     const long long place = (long long)blockIdx.x * WARPS + threadIdx.x / LANES;
     if (place >= rows) return;
     const Row *const from = found + place * found_row;
     const float *const change = changes + place * (D + 1);
-    const float share = widen(from[D + 1]), divisor = max(1 - (gone ? share * gone[place] : 0), REMAINS);
+    const float share = sums ? 1 / (1 + expf(sums[place] - masses[place])) : widen(from[D + 1]);
+    const float others = sums ? 1 - share : 1, divisor = max(1 - (gone ? share * gone[place] : 0), REMAINS);
     for (int column = lane; column < D; column += LANES)
-        narrow((widen(from[column]) + share * change[column]) / divisor, Y[place * D + column]);
-    if (lane == 0) rests[place] = max((widen(from[D]) + share * change[D]) / divisor, 0.0f);
+        narrow((others * widen(from[column]) + share * change[column]) / divisor, Y[place * D + column]);
+    if (lane) return;
+    const float rest = sums ? 0 : widen(from[D]);
+    rests[place] = max((rest + share * change[D]) / divisor, 0.0f);
 }

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from levattn._core.types import Int64
@@ -181,6 +182,12 @@ _ITEMS = 65535  # largest batch of matrices of a fused kernel
 _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and without a fused kernel
 _LEAST = 16  # positions of a block
 _SCALARS = ("weight", "offset", "count")  # of summaries
+# Attention that also tells the logarithms of sums, and its arguments after the tensors
+_TELLING: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "FLASH_ATTENTION": ("_scaled_dot_product_flash_attention", (0.0, False, False)),
+    "EFFICIENT_ATTENTION": ("_scaled_dot_product_efficient_attention", (None, True, 0.0, False)),
+    "CUDNN_ATTENTION": ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, False, False)),
+}
 _REMAINS = 0.25  # lower limit for rounding, where at least a half remains in exact arithmetic
 
 
@@ -324,19 +331,20 @@ def _on_device(X: Any) -> bool:
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
-    x = definition.scaled(x)
-    (b, _, m, _), first, last = x.q.shape, np.array(x.first, np.int64), np.array(x.last, np.int64)
+    (b, _, m, _), first, last = x.q.shape, np.asarray(x.first, np.int64), np.asarray(x.last, np.int64)
     near = int(np.max(last - first, initial=0))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
     fused = is_fused(x.q, x.keys, x.values)
     if x.power is None and not fused and slots + near and is_read(x):
-        return mixed(x)
+        return mixed(definition.scaled(x))
     if x.power is not None or not fused or not b * m * (slots + near):
         return definition.mixture(x)
-    q, scale = x.q, 1.0
     if x.narrow is not None and SCALES[0] < x.narrow[1] < SCALES[1]:
         dtype, scale = x.narrow
-        q = (q / scale).to(dtype)
+        q = (x.q / scale if x.factor == 1 else x.q).to(dtype)
+    else:
+        x = definition.scaled(x)
+        q, scale = x.q, 1.0
     held = _slots(x, q.dtype)
     D, marked = x.values.shape[-1], x.summaries is not None
     if not near or _is_causal(x, first, last):
@@ -391,27 +399,58 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     A / (M + A). By the log-sum inequality a summary never counts for more than some members and a summary of the
     others, so C ≤ A. With C ≤ M, M + A − C is at least half of M + A, so nothing cancels.
     """
-    D = x.values.shape[-1]
-    by_kernels = _near_is_read(x, held, int(np.max(last - first)))
-    mass, gone, change = (_near_there if by_kernels else _near)(x, q, scale, held, first, last)
+    D, shape = x.values.shape[-1], q.shape[:3]
+    there = _near_is_read(x, held, int(np.max(last - first)))
+    near = _near_there(x, q, scale, held, first, last) if there else None
+    summed = None if near is None or held.log_weight is not None else _with_sums(q, held, scale)
+    if near is not None and summed is not None:
+        return _joined_there(*summed, near, shape, memory_of(q).dtype)
+    if near is None:
+        mass, gone, change = _near(definition.scaled(x), q, scale, held, first, last)
+    else:
+        mass = tensor_of(near[0])
     nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
     keys = torch.cat([held.keys, nothing], 1)
     more = torch.arange(D + 2, device=q.device).eq(D + 1).to(q.dtype).expand(len(q), 1, -1)
     values = torch.cat([pad(held.values, (0, D + 2 - held.values.shape[-1])), more], 1)
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
     found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass)
-    if by_kernels:
-        rows = found.flatten(0, 2)
-        Y, rest = cuda.join_near(memory_of(rows), change, gone, memory_of(x.q).dtype)
-        return tensor_of(Y).view(*q.shape[:3], D), tensor_of(rest).view(q.shape[:3])
+    if near is not None:
+        return _joined_there(found, None, near, shape, memory_of(q).dtype)
     found = found.to(x.q.dtype)
     share = found[..., D + 1 :]
     found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
     return found[..., :D], found[..., D].clamp(min=0)
 
 
+def _joined_there(found: Any, sums: Any, near: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+    """Return outputs and rest masses: attention to slots joins the sums over near keys."""
+    Y, rest = cuda.join_near(memory_of(found.flatten(0, 2)), memory_of(sums), near, dtype)
+    return tensor_of(Y).unflatten(0, shape), tensor_of(rest).view(shape)
+
+
+def _with_sums(q: Any, held: _Slots, scale: float) -> tuple[Any, Any] | None:
+    """Return attention (b, g, m, D) to all slots, and the logarithms of the masses of rows, if torch tells them.
+
+    So no column is needed: fused kernels are fastest for powers of two.
+    """
+    b, g, m, d = q.shape
+    if not 0 < b <= _ITEMS or d != held.values.shape[-1] or d % _COLUMNS or not held.keys.shape[1]:
+        return None
+    given = q.reshape(b, 1, g * m, d), held.keys[:, None], held.values[:, None]
+    try:
+        chosen = SDPBackend(torch._fused_sdp_choice(*given, scale=scale)).name
+        name, arguments = _TELLING.get(chosen, ("", ()))
+        if not name:
+            return None
+        found, sums = getattr(torch.ops.aten, name)(*given, *arguments, scale=scale)[:2]
+    except (AttributeError, TypeError, RuntimeError):  # another release of torch has other functions
+        return None
+    return found.view(q.shape), sums.reshape(b, -1)[:, : g * m].reshape(-1)
+
+
 def _near_is_read(x: PrunedArguments, held: _Slots, near: int) -> bool:
-    """Tell whether kernels of a device have what few near keys take, of which there is no gradient."""
+    """Tell whether a kernel of a device takes the near keys: few of them, without gradients."""
     given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
     arrays = [array for array in given if isinstance(array, torch.Tensor)]
     if not all(map(_on_device, arrays)) or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
@@ -422,14 +461,13 @@ def _near_is_read(x: PrunedArguments, held: _Slots, near: int) -> bool:
 def _near_there(
     x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64
 ) -> tuple[Any, Any, Any]:
-    """Return what `_near` returns, by a kernel of a device: arrays of CuPy, but for log A."""
+    """Return the results of `_near` as arrays of CuPy, by a kernel of a device."""
     slots = sums = None
     if x.summaries is not None and x.role is not None:
         sums = memory_of(_side_by_side(x.summaries, torch.float32))
         slots = tuple(map(memory_of, (held.keys, held.values, held.log_weight)))
     rows, members = (tuple(map(memory_of, pair)) for pair in ((x.keys, x.values), (x.role, x.log_weight)))
-    mass, gone, change = cuda.attend_near(memory_of(q), rows, (first, last), members, slots, sums, scale)
-    return tensor_of(mass), gone, change
+    return cuda.attend_near(memory_of(q), rows, (first, last), members, slots, sums, scale)
 
 
 def _side_by_side(held: Summaries, dtype: Any) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import as_matrices
+from levattn._core.types import Int64
 from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, mapped
+from levattn._kernels.pruned.definition import scaled
 from levattn.attention.arguments import device_of, namespace_of, reshaped, without_gradient
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.call import Piece, PrunedCall, at_places, by_items
@@ -51,7 +53,7 @@ def whole_attention(call: PrunedCall, rule_for: Callable[[int], SelectionRule], 
 
 
 def _spread(
-    rule: SelectionRule, factor: float, arrays: Any, near: tuple[list[int], list[int]], certified: bool, narrow: Any
+    rule: SelectionRule, factor: float, arrays: Any, near: tuple[Int64, Int64], certified: bool, narrow: Any
 ) -> tuple[tuple[Any, ...], Any]:
     """Return outputs, bounds if `certified`, and flags of kept keys (b, n): on several threads if it is worth it.
 
@@ -66,8 +68,9 @@ def _spread(
         if items != all_items:
             q, K, V, sample = (array[items, ...] for array in (q, K, V, sample))
             scores = scores if scores is None else scores[items, ...]
-        x, flags = _planned(rule, q * factor, K, V, scores, sample * factor, near)
+        x, flags = _planned(rule, q, K, V, scores, sample, near, factor)
         x = x if narrow is None else replace(x, narrow=(narrow, factor))
+        x = scaled(x) if certified else x
         y, rest = PRUNING.mixture(x, None, Y if Y is None else Y[items])
         if not certified:
             return (y,), flags
@@ -81,22 +84,32 @@ def _spread(
     return (Y, *bounds), np.concatenate([flags for _, flags in found])
 
 
-def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[list[int], list[int]]:
+def _near(window: int, m: int, n: int, keys: Any, queries: Any) -> tuple[Int64, Int64]:
     """Return where the keys near each query begin and end among the n keys that are there.
 
     keys, queries: their n and m places, or None for all places.
     """
     at = np.arange(m) if queries is None else queries
     if not window:
-        return [0] * m, [0] * m
+        return np.zeros(m, np.int64), np.zeros(m, np.int64)
     low, high = (at, at + 1) if keys is None else (np.searchsorted(keys, at, side) for side in ("left", "right"))
-    return np.maximum(low - window, 0).tolist(), np.minimum(high + window, n).tolist()
+    return np.maximum(low - window, 0), np.minimum(high + window, n)
 
 
 def _planned(
-    rule: SelectionRule, q: Any, K: Any, V: Any, scores: Any, sample: Any, near: tuple[list[int], list[int]]
+    rule: SelectionRule,
+    q: Any,
+    K: Any,
+    V: Any,
+    scores: Any,
+    sample: Any,
+    near: tuple[Int64, Int64],
+    factor: float,
 ) -> tuple[PrunedArguments, Any]:
-    """Return the mixture of some items, selected for the queries of the sample, and flags of kept keys (b, n)."""
+    """Return the mixture of some items, selected for the queries of the sample, and flags of kept keys (b, n).
+
+    `factor`: by which q and the sample are yet to be multiplied.
+    """
     xp, (b, n, d), device = namespace_of(q), K.shape, device_of(q)
     checks, own = Checks(), without_gradient(K)
     if rule.power is not None:
@@ -111,7 +124,7 @@ def _planned(
         R, ones = rule.slots.summaries, xp.ones((b, n), dtype=K.dtype, device=device)
         sinks, measure = rule.slots.sinks, None
         if R or rule.kind in ("expected", "residual"):
-            queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d)))
+            queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d))).times(factor)
             measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
         items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
         rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
@@ -119,7 +132,7 @@ def _planned(
         checks.settle()
     role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
     x = PrunedArguments(
-        q=q if rule.power is None else choice.in_range(q, K),
+        q=q if rule.power is None else choice.in_range(q * factor, K),
         kept_keys=choice.rows_at(K, found.order),
         kept_values=choice.rows_at(V, found.order),
         kept_count=found.count,
@@ -131,6 +144,7 @@ def _planned(
         role=role if found.labels is None else xp.where(found.flags, role, found.labels),
         log_weight=found.log_weight,
         power=rule.power,
+        factor=factor if rule.power is None else 1.0,
     )
     return x, found.flags
 

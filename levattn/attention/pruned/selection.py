@@ -274,7 +274,7 @@ class Selection:
         """Return the slots of a query among n keys.
 
         A budget that covers all keys selects all, and splits nothing. Else, where options are None, two fifths at most
-        go to the keys near a query, and four fifths of the rest to summaries, up to 256. Scores select keys for the
+        go to the keys near a query. Four fifths of the rest go to summaries, up to 256. Scores select keys for the
         remaining slots. (On a pretrained encoder near keys matter most with few slots, and summaries with many;
         examples/pruning.) If causal, half of the slots goes to the keys before the last selection, and a quarter to
         the positions since then. A sixteenth goes to summaries (examples/decoders), and sinks are 4 at most. In a
