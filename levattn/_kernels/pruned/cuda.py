@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.types import Int64
 from levattn._kernels.cuda_source import (
     TYPES,
     launch,
@@ -27,9 +28,10 @@ _APART = 8  # numbers between rows in shared memory
 _LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
 
 # As in near.cu
-_NEAR_ROWS = 8  # of a block, a warp each
-_NEAR_COLUMNS = (1, 2, 4, 8)  # of a lane
-MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near a row, and columns of keys and values
+_WARPS = 8  # of a block
+_NEAR_ROWS = 4  # of a warp
+_NEAR_COLUMNS = (2, 4, 8)  # of a lane
+MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _TABLES = 1 << 31  # bytes of tables of distances at a time
@@ -114,14 +116,20 @@ def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     return sums, mass
 
 
+def has_few_near(first: Int64, last: Int64) -> bool:
+    """Tell whether the rows of a warp together have at most MOST_NEAR keys near them."""
+    ends = last[np.minimum(np.arange(len(last))[::_NEAR_ROWS] + _NEAR_ROWS - 1, len(last) - 1)]
+    return bool(np.max(ends - first[::_NEAR_ROWS], initial=0) <= MOST_NEAR)
+
+
 def attend_near(
     q: Any, rows: tuple[Any, Any], edges: tuple[Any, Any], members: tuple[Any, Any], held: Any, sums: Any, scale: float
 ) -> tuple[Any, Any, Any]:
     """Return log A (b, g, m), C / A or None, and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
 
     As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of the
-    keys near each row, at most MOST_NEAR. `members`: roles (b, n) and log-weights, or None. `held`: keys, values and
-    log-weights of slots, with `sums` (b, R, d + D + 3) of summaries in float32; both None without any.
+    keys near each row, which `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys, values and
+    log-weights of slots. `sums`: (b, R, d + D + 3), of summaries in float32. Both are None without summaries.
     """
     xp, (b, g, m, d), (K, V) = namespace(), q.shape, map(with_rows, rows)
     (n, D), role, logs = V.shape[1:], on_device(members[0], np.int64), on_device(members[1], np.float32)
@@ -135,9 +143,10 @@ def attend_near(
     s = 0 if sums is None else held[0].shape[1] - R
     columns = next(each for each in _NEAR_COLUMNS if 32 * each >= max(d, D))
     arguments = [*with_steps(with_rows(q), 3), *with_steps(K, 2), *with_steps(V, 2), first, last, role, logs]
-    arguments += [on_device(sums), *slots, scale, b * g * m, g, m, n, d, D, s, R, masses, gone, changes]
+    arguments += [on_device(sums), *slots, scale, b, g, m, n, d, D, s, R, masses, gone, changes]
     types = stored(q.dtype), stored(K.dtype), str(columns)
-    launch("near", "attend_near", types, (-(-b * g * m // _NEAR_ROWS),), arguments, threads=32 * _NEAR_ROWS)
+    grid = (-(-b * g * -(-m // _NEAR_ROWS) // _WARPS),)
+    launch("near", "attend_near", types, grid, arguments, threads=32 * _WARPS)
     return masses, gone, changes
 
 
@@ -153,5 +162,5 @@ def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any], dtype: Any) -> 
     sums = on_device(sums, np.float32)
     arguments = [*with_steps(with_rows(found), 1), sums, masses, changes, gone, rows, D, Y, rests]
     types = stored(found.dtype), stored(Y.dtype)
-    launch("near", "join_near", types, (-(-rows // _NEAR_ROWS),), arguments, threads=32 * _NEAR_ROWS)
+    launch("near", "join_near", types, (-(-rows // _WARPS),), arguments, threads=32 * _WARPS)
     return Y, rests

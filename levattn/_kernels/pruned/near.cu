@@ -1,7 +1,8 @@
 // Attention of rows to the few keys near them, which come out of the summaries that stand for them, and what joins that to
 // attention to slots.
 //
-// A warp has one row, and a lane one of the keys near it. Columns are shared out to the lanes: a lane has COLUMNS of them.
+// A warp has a few rows that follow each other, and a lane one of the keys near any of them. Columns are shared out to the
+// lanes: a lane has COLUMNS of them.
 
 #include "formats.cuh"
 
@@ -9,7 +10,7 @@ namespace {
 
 constexpr int WARPS = 8;  // of a block
 constexpr int LANES = 32;
-constexpr int ABREAST = 4;  // rows of an array that a warp reads at a time
+constexpr int ROWS = 4;  // of a warp
 constexpr float REMAINS = 0.25f;
 constexpr unsigned int ALL = 0xffffffffu;
 
@@ -27,11 +28,16 @@ __device__ inline float largest_of_lanes(float x) {
     return x;
 }
 
-// What the lanes of a warp tell each other.
-struct Told {
-    float logit[LANES], out[LANES], weight[LANES];
-    int name[LANES];
-};
+// The sum over the lanes of one of four numbers: lanes 8r to 8r + 7 have that of x[r].
+__device__ inline float sums_of_lanes(const float (&x)[ROWS]) {
+    const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
+    const float first = (upper ? x[2] : x[0]) + __shfl_xor_sync(ALL, upper ? x[0] : x[2], 16);
+    const float second = (upper ? x[3] : x[1]) + __shfl_xor_sync(ALL, upper ? x[1] : x[3], 16);
+    float sum = (odd ? second : first) + __shfl_xor_sync(ALL, odd ? first : second, 8);
+#pragma unroll
+    for (int half = 4; half; half /= 2) sum += __shfl_xor_sync(ALL, sum, half);
+    return sum;
+}
 
 // Columns of a row that a lane has.
 template <int COLUMNS>
@@ -39,11 +45,11 @@ struct Columns {
     float of[COLUMNS];
 
     template <typename Number>
-    __device__ void read(const Number *row, int count) {
+    __device__ void read(const Number *row, int count, float factor = 1) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) {
             const int column = threadIdx.x % LANES + LANES * c;
-            of[c] = column < count ? widen(row[column]) : 0;
+            of[c] = column < count ? factor * widen(row[column]) : 0;
         }
     }
 
@@ -58,151 +64,206 @@ struct Columns {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c) of[c] = fmaf(factor, other.of[c], of[c]);
     }
-};
 
-// Write to products[j] the product of q and row(j), for j below count.
-template <int COLUMNS, typename Row>
-__device__ inline void multiply(const Columns<COLUMNS> &q, int count, int d, const Row &row, float *products) {
-    for (int low = 0; low < count; low += ABREAST) {
-        Columns<COLUMNS> keys[ABREAST];
+    __device__ void write(float *row, int count) const {
 #pragma unroll
-        for (int u = 0; u < ABREAST; ++u) keys[u].read(row(min(low + u, count - 1)), d);
-#pragma unroll
-        for (int u = 0; u < ABREAST; ++u) {
-            const float product = sum_of_lanes(q.times(keys[u]));
-            if (threadIdx.x % LANES == 0 && low + u < count) products[low + u] = product;
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int column = threadIdx.x % LANES + LANES * c;
+            if (column < count) row[column] = of[c];
         }
     }
-    __syncwarp();
-}
+};
 
-// Add to y the rows(j) times factors[j], for j below count; rows of factor 0 do not count, whatever they hold.
-template <int COLUMNS, typename Row>
-__device__ inline void mix(Columns<COLUMNS> &y, int count, int D, const Row &row, const float *factors) {
-    for (int low = 0; low < count; low += ABREAST) {
-        Columns<COLUMNS> values[ABREAST];
-#pragma unroll
-        for (int u = 0; u < ABREAST; ++u) values[u].read(row(min(low + u, count - 1)), D);
-#pragma unroll
-        for (int u = 0; u < ABREAST; ++u)
-            if (low + u < count && factors[low + u] != 0) y.add(factors[low + u], values[u]);
+// What the lanes of a warp tell each other.
+struct Told {
+    float logit[ROWS][LANES], out[LANES], inner[LANES];
+    float weight[LANES][ROWS];
+    int name[LANES];
+};
+
+// Summaries, and the slots that stand for them, of one matrix.
+template <typename Row>
+struct Summed {
+    const float *sums;
+    const Row *keys, *values;
+    const float *logs;
+    long long wide, value_row;
+    int d, D;
+
+    __device__ const float *sums_of(int name) const { return sums + name * wide; }
+};
+
+// What a row has of near keys and of what is left of their summaries: the logarithm of the mass, the share of summaries, and
+// C / A. Weights of keys go to `told`; where there are summaries, their part of the values goes to `to`.
+template <int COLUMNS>
+struct Mixed {
+    float mass, summed, ratio;
+    bool begun;  // whether `to` was written
+
+    template <typename Row>
+    __device__ Mixed(Told &told, int r, int count, bool here, float log_weight, const Row *asked, float scale,
+                     const Summed<Row> &from, float *to) {
+        const int lane = threadIdx.x % LANES, name = here ? told.name[lane] : -2;
+        const bool member = from.sums && name >= 0;
+        const float logit = name > -2 ? told.logit[r][lane] : nothing(), out = member ? expf(log_weight) : 0;
+        told.out[lane] = out, told.inner[lane] = member ? out * (logit - log_weight) : 0;
+        __syncwarp();
+        // The first lane of each summary has the rest of it
+        const unsigned int there = __ballot_sync(ALL, member);
+        float taken = 0, inner = 0, members = 0;
+        int leader = lane;
+        for (unsigned int left = there; left; left &= left - 1) {
+            const int j = place_of(left);
+            if (!member || told.name[j] != name) continue;
+            taken += told.out[j], inner += told.inner[j], members += 1;
+            leader = min(leader, j);
+        }
+        const unsigned int standing = __ballot_sync(ALL, member && leader == lane);
+        Columns<COLUMNS> q;
+        float weight = 1, rest = nothing();
+        if (standing) {
+            q.read(asked, from.d, scale);
+            for (unsigned int left = standing; left; left &= left - 1) {
+                const int j = place_of(left);
+                Columns<COLUMNS> keys;
+                keys.read(from.sums_of(told.name[j]), from.d);
+                const float product = sum_of_lanes(q.times(keys));
+                if (lane == j) inner = product - inner;
+            }
+            if (standing >> lane & 1) {
+                const float *const figures = from.sums_of(name) + from.d + from.D;
+                weight = figures[0] - taken;
+                const bool remains = figures[2] - members > 0.5f && weight > 0;
+                inner -= figures[1];
+                if (!remains) weight = 1;
+                rest = remains ? inner / weight + logf(weight) : nothing();
+            }
+        }
+        const float top = largest_of_lanes(max(logit, rest)), base = top == nothing() ? 0 : top;
+        const float e = expf(logit - base), e_rest = expf(rest - base), total = sum_of_lanes(e + e_rest);
+        const float inverse = total > 0 ? 1 / total : 0, share = e_rest * inverse;
+        mass = total > 0 ? logf(total) + base : nothing();
+        __syncwarp();
+        told.out[lane] = share / weight;
+        __syncwarp();
+        told.weight[lane][r] = e * inverse - (member ? told.out[leader] * out : 0);
+        summed = ratio = 0, begun = standing;
+        if (standing) join(told, standing, q, share, from, to);
+        __syncwarp();
     }
-}
+
+    // The lowest place of a bit.
+    static __device__ int place_of(unsigned int bits) { return __popc((bits & -bits) - 1); }
+
+    // Add what is left of summaries, less these summaries as slots.
+    template <typename Row>
+    __device__ void join(Told &told, unsigned int standing, const Columns<COLUMNS> &q, float share,
+                         const Summed<Row> &from, float *to) {
+        const int lane = threadIdx.x % LANES;
+        Columns<COLUMNS> y = {}, numbers;
+        float whole = nothing();
+        for (unsigned int left = standing; left; left &= left - 1) {
+            const int j = place_of(left), slot = told.name[j];
+            numbers.read(from.sums_of(slot) + from.d, from.D);
+            y.add(told.out[j], numbers);
+            numbers.read(from.keys + (long long)slot * from.d, from.d);
+            const float product = sum_of_lanes(q.times(numbers));
+            if (lane == j) whole = product + from.logs[slot] - mass;
+        }
+        const float highest = largest_of_lanes(whole), floor = highest == nothing() ? 0 : highest;
+        const float part = expf(whole - floor), parts = sum_of_lanes(part);
+        ratio = parts > 0 ? min(parts * expf(floor), 1.0f) : 0;
+        summed = sum_of_lanes(share) - ratio;
+        told.inner[lane] = parts > 0 ? -ratio * part / parts : 0;
+        __syncwarp();
+        for (unsigned int left = standing; left; left &= left - 1) {
+            const int j = place_of(left);
+            numbers.read(from.values + told.name[j] * from.value_row, from.D);
+            y.add(told.inner[j], numbers);
+        }
+        y.write(to, from.D);
+    }
+};
 
 }  // namespace
 
-// For rows of Q (b, g, m, d), times `scale`, and the keys (b, n, d) from first[i] up to last[i], at most 32: write the
-// logarithm of their mass A to `masses` (b, g, m), and their mean value a to `changes` (b, g, m, D + 1). Keys of role
-// (b, n) -2 are left out, and without roles none.
+// For rows of Q (b, g, m, d), times `scale`, and the keys (b, n, d) from first[i] up to last[i]: write the logarithm of their
+// mass A to `masses` (b, g, m), and their mean value a to `changes` (b, g, m, D + 1). A warp takes four rows, with at most 32
+// keys near any of them. Keys of role (b, n) -2 are left out, and without roles none.
 //
 // With summaries, a key of role c is a member of one. Its weight is e^logs (b, n), or 1 without. Then A and a count what
 // is left of summaries with members near a row as well, the share of which is the last number of a. `gone` (b, g, m) is
 // C / A and a becomes a - C c / A. Here C and c are of the same summaries as slots: the last R of `slots` (b, s + R, d),
 // with `slot_values` (b, s + R, ·) and `slot_logs` (b, s + R). `sums` (b, R, wide) has d sums of keys, D sums of
-// values, weight, offset and count of each summary. The grid is (b * g * m / 8).
+// values, weight, offset and count of each summary. The grid is (b * g * m rounded up to fours / 32).
 template <typename Row, typename Key, int COLUMNS>
 __global__ void __launch_bounds__(WARPS *LANES)
     attend_near(const Row *Q, long long q_item, long long q_head, long long q_row, const Key *K, long long k_item,
                 long long k_row, const Key *V, long long v_item, long long v_row, const int *first, const int *last,
                 const long long *role, const float *logs, const float *sums, const Row *slots, const Row *slot_values,
-                long long value_row, const float *slot_logs, double scale, long long rows, int g, int m, int n, int d,
-                int D, int s, int R, float *masses, float *gone, float *changes) {
-    __shared__ Told all[WARPS];
-    const int lane = threadIdx.x % LANES;
-    const long long place = (long long)blockIdx.x * WARPS + threadIdx.x / LANES;
-    if (place >= rows) return;
+                long long value_row, const float *slot_logs, double scale, int b, int g, int m, int n, int d, int D,
+                int s, int R, float *masses, float *gone, float *changes) {
+    constexpr int ABREAST = COLUMNS > 4 ? 1 : 2;  // rows of keys and values that a warp reads at a time
+    __shared__ __align__(16) Told all[WARPS];
+    const int lane = threadIdx.x % LANES, groups = (m + ROWS - 1) / ROWS;
+    const long long group = (long long)blockIdx.x * WARPS + threadIdx.x / LANES, head = group / groups, item = head / g;
+    if (item >= b) return;
     Told &told = all[threadIdx.x / LANES];
-    const long long item = place / m / g;
-    const int i = (int)(place % m), low = first[i], count = last[i] - low;
-    const bool here = lane < count;
-    const int name = !here ? -2 : role ? (int)role[item * n + low + lane] : -1;
-    const bool member = sums && name >= 0;
-    Columns<COLUMNS> q;
-    q.read(Q + item * q_item + place / m % g * q_head + i * q_row, d);
+    const int i = (int)(group % groups) * ROWS, rows = min(m - i, ROWS);
+    const int low = first[i], count = last[i + rows - 1] - low;
+    const Row *const asked = Q + item * q_item + head % g * q_head + i * q_row;
+    const auto row_at = [&](int r) { return asked + min(r, rows - 1) * q_row; };
+    const long long key = item * n + low + lane;
+    told.name[lane] = lane >= count ? -2 : role ? (int)role[key] : -1;
+    const float log_weight = logs && lane < count ? logs[key] : 0;
+    Columns<COLUMNS> q[ROWS], x[ABREAST];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) q.of[c] *= (float)scale;
-    multiply(q, count, d, [&](int j) { return K + item * k_item + (low + j) * k_row; }, told.logit);
-    const float logit = here && name > -2 ? told.logit[lane] : nothing();
-    const float log_weight = member && logs ? logs[item * n + low + lane] : 0;
-    const float out = member ? expf(log_weight) : 0;
-    told.name[lane] = name, told.out[lane] = out, told.weight[lane] = member ? out * (logit - log_weight) : 0;
-    __syncwarp();
-    // The first lane of each summary has the rest of it
-    float taken = 0, inner = 0, members = 0;
-    int leader = lane;
-    for (int j = 0; sums && j < count; ++j) {
-        if (!member || told.name[j] != name) continue;
-        taken += told.out[j], inner += told.weight[j], members += 1;
-        leader = min(leader, j);
-    }
-    const bool stands = member && leader == lane;
-    const unsigned int standing = __ballot_sync(ALL, stands);
-    __syncwarp();
-    const long long wide = d + D + 3;
-    const auto sums_of = [&](int j) { return sums + (item * R + told.name[j]) * wide; };
-    float weight = 1, rest = nothing();
-    if (standing) {
-        for (unsigned int left = standing; left; left &= left - 1) {
-            const int j = __popc((left & -left) - 1);
-            Columns<COLUMNS> keys;
-            keys.read(sums_of(j), d);
-            const float product = sum_of_lanes(q.times(keys));
-            if (lane == j) inner = product - inner;
-        }
-        if (stands) {
-            const float *const figures = sums_of(lane) + d + D;
-            weight = figures[0] - taken;
-            const bool remains = figures[2] - members > 0.5f && weight > 0;
-            inner -= figures[1];
-            if (!remains) weight = 1;
-            rest = remains ? inner / weight + logf(weight) : nothing();
-        }
-    }
-    const float top = largest_of_lanes(max(logit, rest)), base = top == nothing() ? 0 : top;
-    const float e = expf(logit - base), e_rest = expf(rest - base), total = sum_of_lanes(e + e_rest);
-    const float mass = total > 0 ? logf(total) + base : nothing(), inverse = total > 0 ? 1 / total : 0;
-    const float share = e_rest * inverse, coefficient = share / weight;
-    __syncwarp();
-    told.out[lane] = coefficient;
-    __syncwarp();
-    told.logit[lane] = e * inverse - (member ? told.out[leader] * out : 0);
-    __syncwarp();
-    Columns<COLUMNS> y = {};
-    mix(y, count, D, [&](int j) { return V + item * v_item + (low + j) * v_row; }, told.logit);
-    float summed = sum_of_lanes(share), ratio = 0;
-    if (standing) {
-        const long long slot = item * (s + R) + s;
-        float whole = nothing();
-        for (unsigned int left = standing; left; left &= left - 1) {
-            const int j = __popc((left & -left) - 1);
-            Columns<COLUMNS> numbers;
-            numbers.read(sums_of(j) + d, D);
-            y.add(told.out[j], numbers);
-            numbers.read(slots + (slot + told.name[j]) * d, d);
-            const float product = sum_of_lanes(q.times(numbers));
-            if (lane == j) whole = product + slot_logs[slot + name] - mass;
-        }
-        const float highest = largest_of_lanes(whole), floor = highest == nothing() ? 0 : highest;
-        const float part = expf(whole - floor), parts = sum_of_lanes(part);
-        ratio = parts > 0 ? min(parts * expf(floor), 1.0f) : 0;
-        __syncwarp();
-        told.weight[lane] = parts > 0 ? -ratio * part / parts : 0;
-        __syncwarp();
-        for (unsigned int left = standing; left; left &= left - 1) {
-            const int j = __popc((left & -left) - 1);
-            Columns<COLUMNS> values;
-            values.read(slot_values + (slot + told.name[j]) * value_row, D);
-            y.add(told.weight[j], values);
-        }
-        summed -= parts > 0 ? ratio : 0;
-    }
-    float *const to = changes + place * (D + 1);
+    for (int r = 0; r < ROWS; ++r) q[r].read(row_at(r), d, (float)scale);
+    const Key *from = K + item * k_item + low * k_row;
+    for (int j = 0; j < count; j += ABREAST, from += ABREAST * k_row) {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
-        if (lane + LANES * c < D) to[lane + LANES * c] = y.of[c];
-    if (lane) return;
-    to[D] = summed, masses[place] = mass;
-    if (gone) gone[place] = ratio;
+        for (int u = 0; u < ABREAST; ++u) x[u].read(from + (j + u < count ? u * k_row : 0), d);
+#pragma unroll
+        for (int u = 0; u < ABREAST; ++u) {
+            float products[ROWS];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) products[r] = q[r].times(x[u]);
+            const float product = sums_of_lanes(products);
+            if (lane % 8 == 0 && j + u < count) told.logit[lane / 8][j + u] = product;
+        }
+    }
+    __syncwarp();
+    const long long slot = item * (s + R) + s, place = head * m + i, wide = d + D + 3;
+    const Summed<Row> summed{sums ? sums + item * R * wide : nullptr, slots + slot * d, slot_values + slot * value_row,
+                             slot_logs + slot, wide, value_row, d, D};
+    unsigned int begun = 0;
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+        const bool here = low + lane >= first[i + r] && low + lane < last[i + r];
+        float *const to = changes + (place + r) * (D + 1);
+        const Mixed<COLUMNS> mixed(told, r, count, here, log_weight, row_at(r), (float)scale, summed, to);
+        begun |= (unsigned int)mixed.begun << r;
+        if (lane) continue;
+        to[D] = mixed.summed, masses[place + r] = mixed.mass;
+        if (gone) gone[place + r] = mixed.ratio;
+    }
+    Columns<COLUMNS> y[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) y[r].read(changes + (place + r) * (D + 1), begun >> r & 1 ? D : 0);
+    const Key *value = V + item * v_item + low * v_row;
+    for (int j = 0; j < count; j += ABREAST, value += ABREAST * v_row) {
+#pragma unroll
+        for (int u = 0; u < ABREAST; ++u) x[u].read(value + (j + u < count ? u * v_row : 0), D);
+#pragma unroll
+        for (int u = 0; u < ABREAST; ++u) {
+            if (j + u >= count) break;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) y[r].add(told.weight[j + u][r], x[u]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+        if (r < rows) y[r].write(changes + (place + r) * (D + 1), D);
 }
 
 // Join attention to slots, `found` (rows, ·), to near keys: write (found + share * change) / (1 - share * gone) to Y (rows, D).

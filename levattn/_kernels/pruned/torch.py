@@ -400,7 +400,7 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     others, so C ≤ A. With C ≤ M, M + A − C is at least half of M + A, so nothing cancels.
     """
     D, shape = x.values.shape[-1], q.shape[:3]
-    there = _near_is_read(x, held, int(np.max(last - first)))
+    there = cuda.has_few_near(first, last) and _near_is_read(x, held)
     near = _near_there(x, q, scale, held, first, last) if there else None
     summed = None if near is None or held.log_weight is not None else _with_sums(q, held, scale)
     if near is not None and summed is not None:
@@ -449,13 +449,13 @@ def _with_sums(q: Any, held: _Slots, scale: float) -> tuple[Any, Any] | None:
     return found.view(q.shape), sums.reshape(b, -1)[:, : g * m].reshape(-1)
 
 
-def _near_is_read(x: PrunedArguments, held: _Slots, near: int) -> bool:
-    """Tell whether a kernel of a device takes the near keys: few of them, without gradients."""
+def _near_is_read(x: PrunedArguments, held: _Slots) -> bool:
+    """Tell whether a kernel of a device takes the near keys, if there are few: without gradients."""
     given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
     arrays = [array for array in given if isinstance(array, torch.Tensor)]
     if not all(map(_on_device, arrays)) or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
         return False
-    return near <= cuda.MOST_NEAR and max(x.q.shape[-1], x.values.shape[-1]) <= cuda.MOST_COLUMNS
+    return max(x.q.shape[-1], x.values.shape[-1]) <= cuda.MOST_COLUMNS
 
 
 def _near_there(
