@@ -127,9 +127,9 @@ def attend_near(
 ) -> tuple[Any, Any, Any]:
     """Return log A (b, g, m), C / A or None, and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
 
-    As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of the
-    keys near each row, which `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys, values and
-    log-weights of slots. `sums`: (b, R, d + D + 3), of summaries in float32. Both are None without summaries.
+    As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of
+    the keys near each row; see `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys, values
+    and log-weights of slots. `sums`: (b, R, d + D + 3), of summaries in float32. Both are None without summaries.
     """
     xp, (b, g, m, d), (K, V) = namespace(), q.shape, map(with_rows, rows)
     (n, D), role, logs = V.shape[1:], on_device(members[0], np.int64), on_device(members[1], np.float32)

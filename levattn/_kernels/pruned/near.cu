@@ -197,13 +197,13 @@ struct Mixed {
 // with `slot_values` (b, s + R, ·) and `slot_logs` (b, s + R). `sums` (b, R, wide) has d sums of keys, D sums of
 // values, weight, offset and count of each summary. The grid is (b * g * m rounded up to fours / 32).
 template <typename Row, typename Key, int COLUMNS>
-__global__ void __launch_bounds__(WARPS *LANES)
+__global__ void __launch_bounds__(WARPS *LANES, COLUMNS > 4 ? 1 : 2)
     attend_near(const Row *Q, long long q_item, long long q_head, long long q_row, const Key *K, long long k_item,
                 long long k_row, const Key *V, long long v_item, long long v_row, const int *first, const int *last,
                 const long long *role, const float *logs, const float *sums, const Row *slots, const Row *slot_values,
                 long long value_row, const float *slot_logs, double scale, int b, int g, int m, int n, int d, int D,
                 int s, int R, float *masses, float *gone, float *changes) {
-    constexpr int ABREAST = COLUMNS > 4 ? 1 : 2;  // rows of keys and values that a warp reads at a time
+    constexpr int ABREAST = 2;  // rows of keys and values that a warp reads at a time
     __shared__ __align__(16) Told all[WARPS];
     const int lane = threadIdx.x % LANES, groups = (m + ROWS - 1) / ROWS;
     const long long group = (long long)blockIdx.x * WARPS + threadIdx.x / LANES, head = group / groups, item = head / g;

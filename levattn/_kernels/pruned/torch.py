@@ -174,6 +174,7 @@ def _again(form: PrunedArguments, arrays: Any, wanted: Any, dY: Any) -> list[Any
 _PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
 # Factor of the columns of logarithms on the other side, because float16 has a narrow range
 _LIFT = {torch.float16: 1024.0}
+_NARROW = torch.float16, torch.bfloat16
 # Each part of a logarithm that hides a slot; finite, because gradients read it
 _ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
 SCALES = 2.0**-20, 2.0**20  # range of scales, which divide the columns
@@ -324,6 +325,11 @@ def _by_device(name: str, *given: Any) -> tuple[Any, Any]:
     return tensor_of(first), tensor_of(second)
 
 
+def is_read_there(tensors: list[Any]) -> bool:
+    """Tell whether kernels of a device read tensors, of which there is no gradient."""
+    return all(map(_on_device, tensors)) and not (torch.is_grad_enabled() and any(X.requires_grad for X in tensors))
+
+
 def _on_device(X: Any) -> bool:
     """Tell whether kernels of a device read a tensor."""
     return X.device.type == "cuda" and has_kernels(X) and not is_transformed(X) and not torch.compiler.is_compiling()
@@ -338,12 +344,12 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     if x.power is None and not fused and slots + near and is_read(x):
         return mixed(definition.scaled(x))
     if x.power is not None or not fused or not b * m * (slots + near):
-        return definition.mixture(x)
+        return definition.mixture(_widened(x))
     if x.narrow is not None and SCALES[0] < x.narrow[1] < SCALES[1]:
         dtype, scale = x.narrow
         q = (x.q / scale if x.factor == 1 else x.q).to(dtype)
     else:
-        x = definition.scaled(x)
+        x = definition.scaled(_widened(x))
         q, scale = x.q, 1.0
     held = _slots(x, q.dtype)
     D, marked = x.values.shape[-1], x.summaries is not None
@@ -361,6 +367,11 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     return _with_near(x, q, scale, held, first, last)
 
 
+def _widened(x: PrunedArguments) -> PrunedArguments:
+    """Return a mixture whose arrays of 16 bits are of float32."""
+    return mapped(x, lambda array: array.float() if array.dtype in _NARROW else array)  # type: ignore[no-any-return]
+
+
 def _is_causal(x: PrunedArguments, first: Int64, last: Int64) -> bool:
     """Tell whether each query is near all keys up to one that advances with it and ends at the last key."""
     end = x.keys.shape[1] - len(last) + 1
@@ -370,7 +381,7 @@ def _is_causal(x: PrunedArguments, first: Int64, last: Int64) -> bool:
 
 def _slots(x: PrunedArguments, dtype: Any) -> _Slots:
     """Return the slots that all queries of an item read."""
-    s, kind = x.kept_keys.shape[1], x.q.dtype
+    s, kind = x.kept_keys.shape[1], torch.promote_types(x.q.dtype, torch.float32)
     keys, weight = x.kept_keys, None
     values = x.kept_values if x.summaries is None else pad(x.kept_values, (0, 1))
     if x.kept_count is not None:
@@ -406,7 +417,7 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     if near is not None and summed is not None:
         return _joined_there(*summed, near, shape, memory_of(q).dtype)
     if near is None:
-        mass, gone, change = _near(definition.scaled(x), q, scale, held, first, last)
+        mass, gone, change = _near(definition.scaled(_widened(x)), q, scale, held, first, last)
     else:
         mass = tensor_of(near[0])
     nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
@@ -452,10 +463,8 @@ def _with_sums(q: Any, held: _Slots, scale: float) -> tuple[Any, Any] | None:
 def _near_is_read(x: PrunedArguments, held: _Slots) -> bool:
     """Tell whether a kernel of a device takes the near keys, if there are few: without gradients."""
     given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
-    arrays = [array for array in given if isinstance(array, torch.Tensor)]
-    if not all(map(_on_device, arrays)) or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays)):
-        return False
-    return max(x.q.shape[-1], x.values.shape[-1]) <= cuda.MOST_COLUMNS
+    widest = max(x.q.shape[-1], x.values.shape[-1])
+    return widest <= cuda.MOST_COLUMNS and is_read_there([array for array in given if isinstance(array, torch.Tensor)])
 
 
 def _near_there(

@@ -111,9 +111,13 @@ def _planned(
     `factor`: by which q and the sample are yet to be multiplied.
     """
     xp, (b, n, d), device = namespace_of(q), K.shape, device_of(q)
-    checks, own = Checks(), without_gradient(K)
+    read, checks = (K, V), Checks()
+    if K.dtype.itemsize == 2:  # kernels of a device read what stays narrow
+        K, V = xp.astype(K, xp.float32), xp.astype(V, xp.float32) if rule.slots.summaries else V
+    own = without_gradient(K)
     if rule.power is not None:
         K = choice.one_sided(K, *choice.spectra([choice.Sums.of(own)], False, checks))
+        read = K, V
     still, place = without_gradient(K), xp.arange(n, device=device)
     if rule.slots.selected >= n and rule.epsilon is None:
         checks.settle()
@@ -133,12 +137,12 @@ def _planned(
     role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
     x = PrunedArguments(
         q=q if rule.power is None else choice.in_range(q * factor, K),
-        kept_keys=choice.rows_at(K, found.order),
-        kept_values=choice.rows_at(V, found.order),
+        kept_keys=choice.rows_at(read[0], found.order),
+        kept_values=choice.rows_at(read[1], found.order),
         kept_count=found.count,
         summaries=found.summaries,
-        keys=K,
-        values=V,
+        keys=read[0],
+        values=read[1],
         first=near[0],
         last=near[1],
         role=role if found.labels is None else xp.where(found.flags, role, found.labels),

@@ -71,17 +71,21 @@ class PrunedCall:
         certified: bool,
         weights: Any = None,
         sample: str = "queries",
+        stays: bool = False,
     ) -> PrunedCall:
         """Return the call with Q, K, V, scores and queries; if `tied`, the mask of keys is the mask of queries too.
 
         `held`: the parts of a state. `certified`: whether to bound rounding, which needs wide products.
-        `sample`: the caller's name of the queries.
+        `sample`: the caller's name of the queries. `stays`: whether arrays of 16 bits may stay as they are, where
+        kernels of a device read them.
         """
         Q, K, V, scores, queries = arrays
         named = {"Q": (heads.per_query("Q", Q, 2), 3), "K": (K, 2), "V": (V, 2), "scores": (scores, 1)}
         named |= {sample: (None if queries is None else heads.per_query(sample, queries, 2), 3)}
         named |= {"weights": (None if weights is None else heads.per_query("weights", weights, 1), 2)}
-        given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]))
+        stays = stays and is_torch(Q) and _stays_narrow([X for X in (Q, K, V, queries) if X is not None])
+        stored = ("Q", "K", "V", sample) if stays else ()
+        given = stack_arguments(named, like="V", mask=(mask, K.shape[-2]), stored=stored)
         stacks, torch, in_memory, narrow = given.stacks, None, False, None
         if is_torch(stacks[0]):
             from levattn._kernels import tensors
@@ -181,6 +185,15 @@ class PrunedCall:
         elif self.in_memory:
             return state.parts
         return tuple(converted(part, convert) for part in state.parts)
+
+
+def _stays_narrow(tensors: list[Any]) -> bool:
+    """Tell whether kernels of a device read tensors of one format of 16 bits, of which there is no gradient."""
+    if len({X.dtype for X in tensors}) > 1 or tensors[0].dtype.itemsize != 2 or tensors[0].device.type == "cpu":
+        return False
+    from levattn._kernels.pruned.torch import is_fused, is_read_there
+
+    return is_fused(*tensors) and is_read_there(tensors)
 
 
 def sized(Q: Any, K: Any, V: Any, names: tuple[str, str, str] = ("Q", "K", "V")) -> tuple[Any, Any, Any, Heads]:
