@@ -463,8 +463,9 @@ def _with_sums(q: Any, held: _Slots, scale: float) -> tuple[Any, Any] | None:
 def _near_is_read(x: PrunedArguments, held: _Slots) -> bool:
     """Tell whether a kernel of a device takes the near keys, if there are few: without gradients."""
     given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
-    widest = max(x.q.shape[-1], x.values.shape[-1])
-    return widest <= cuda.MOST_COLUMNS and is_read_there([array for array in given if isinstance(array, torch.Tensor)])
+    if x.q.dtype == torch.float64 or max(x.q.shape[-1], x.values.shape[-1]) > cuda.MOST_COLUMNS:
+        return False
+    return is_read_there([array for array in given if isinstance(array, torch.Tensor)])
 
 
 def _near_there(

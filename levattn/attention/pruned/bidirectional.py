@@ -112,7 +112,7 @@ def _planned(
     """
     xp, (b, n, d), device = namespace_of(q), K.shape, device_of(q)
     read, checks = (K, V), Checks()
-    if K.dtype.itemsize == 2:  # kernels of a device read what stays narrow
+    if xp.finfo(K.dtype).bits == 16:  # kernels of a device read what stays narrow
         K, V = xp.astype(K, xp.float32), xp.astype(V, xp.float32) if rule.slots.summaries else V
     own = without_gradient(K)
     if rule.power is not None:
