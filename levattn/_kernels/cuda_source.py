@@ -98,6 +98,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
     "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
+    "measure": {"factor_queries": _ONE_REAL},
     "near": {
         "attend_near": tuple((*pair, columns) for pair in _NEAR for columns in ("2", "4", "8")),
         "join_near": _NEAR,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from emulator import in_orders
-from levattn._kernels.pruned import PrunedArguments
+from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, PrunedArguments
 from levattn._kernels.pruned import cuda as pruned_cuda
 from levattn.attention import Selection, pruned_attention
 from libraries import HAS_TORCH
@@ -146,3 +146,30 @@ def test_near_keys_join_slots(kind: str, D: int, wide: int, *, told: bool) -> No
     room = 30 * float(np.finfo(dtype).eps)
     np.testing.assert_allclose(Y, whole[:, :D], rtol=0, atol=room)
     np.testing.assert_allclose(rest, whole[:, D].clip(0), rtol=0, atol=room)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("d", [1, 5, 64, 129])
+def test_moments_of_queries_are_factored(d: int, dtype: str) -> None:
+    rng = np.random.default_rng(d)
+    Q, K = 3 + rng.standard_normal((3, 400, d)), rng.standard_normal((3, 50, d)) - 1
+    Q[1] = 2.0  # no spread about the mean
+    Q[2, 0, 0] = np.inf
+    with np.errstate(invalid="ignore"):
+        second = Q.transpose(0, 2, 1) @ Q
+    sums = Q.sum(1), second, K.sum(1)
+    root, query, origin, wrong = in_orders(lambda: pruned_cuda.factor_queries(*sums, (400, 50), np.dtype(dtype)))
+    room = 50 * d * float(np.finfo(dtype).eps)
+    assert wrong.tolist() == [[False, False], [False, False], [True, False]]
+    assert root.dtype == query.dtype == np.dtype(dtype)
+    np.testing.assert_allclose(query[:2], Q[:2].mean(1), rtol=room)
+    np.testing.assert_allclose(origin, K.mean(1), atol=room)
+    assert not np.triu(root, 1).any()
+    for item, moment in ((0, np.cov(Q[0].T, bias=True).reshape(d, d)), (1, np.zeros((d, d)))):
+        zero = (Q[item] ** 2).sum() / 400
+        share = max(JITTER * np.trace(moment) / d, SPREAD_ROUNDING * zero)
+        found = root[item].astype(np.float64)
+        np.testing.assert_allclose(found @ found.T, moment + share * np.eye(d), rtol=0, atol=room * zero / d)
+    np.testing.assert_array_equal(root[2], np.eye(d))

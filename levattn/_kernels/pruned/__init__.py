@@ -178,6 +178,16 @@ class LabelKernels(Protocol):
     def label_sums(self, labels: Any, weight: Any, X: Any, R: int, /) -> tuple[Any, Any]:
         """Return ``Σ w x`` (b, R, d) and ``Σ w`` (b, R) over the rows x of X with each label; -1 is no label."""
 
+    def factor_queries(
+        self, total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any, /
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """Return a lower factor (b, d, d) of moments of queries, the means (b, d) of queries and keys, and faults.
+
+        The moments are about the mean, with a share on their diagonals; see `measured` in choice.py. `total`,
+        `second`, `key_total`: sums over `counts` queries and keys, in float64. Faults: (b, 2), of moments that are not
+        finite, and of those without a factor. None if the caller must take steps.
+        """
+
 
 class PrunedOperators(ClusterKernels, Protocol):
     """Pruned attention, which tensors have as well."""

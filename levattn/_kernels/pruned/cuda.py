@@ -17,7 +17,7 @@ from levattn._kernels.cuda_source import (
     with_rows,
     with_steps,
 )
-from levattn._kernels.pruned import definition
+from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 
 # Constants of pairs.cuh, far.cu and labels.cu as well
@@ -34,6 +34,7 @@ _NEAR_COLUMNS = (2, 4, 8)  # of a lane
 MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
+_FACTORING = 8 * 512 + 1024  # the same of measure.cu
 _TABLES = 1 << 31  # bytes of tables of distances at a time
 
 
@@ -92,6 +93,20 @@ def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, picks: Any) -> Non
 def _wide(count: int) -> int:
     """Return the numbers of a row of a table with so many columns."""
     return -(-count // _EACH) * _EACH
+
+
+def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:
+    """Return a factor (b, d, d) of moments of queries, both means (b, d), and flags of faults; see `LabelKernels`."""
+    xp, (b, d), real = namespace(), total.shape, np.dtype(np.float32 if stored(dtype) == "float" else np.float64)
+    shared = 8 * (d * (d | 1) + d)
+    if shared > shared_limit() - _FACTORING:
+        return None
+    given = [on_device(array, np.float64) for array in (total, second, key_total)]
+    root, means, wrong = xp.empty((b, d, d), real), xp.empty((2, b, d), real), xp.empty((b, 2), np.bool_)
+    arguments = [*given[:2], float(counts[0]), given[2], float(counts[1]), d, JITTER, SPREAD_ROUNDING]
+    arguments += [root, means[0], means[1], wrong]
+    launch("measure", "factor_queries", (TYPES[real.name],), (b,), arguments, threads=512, shared=shared)
+    return root, means[0], means[1], wrong
 
 
 def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:

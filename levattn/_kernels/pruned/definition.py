@@ -46,6 +46,10 @@ def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     return total, xp.matmul(xp.matrix_transpose(X), X)
 
 
+def factor_queries(_: Any, __: Any, ___: Any, ____: tuple[int, int], _____: Any, /) -> None:
+    """Return None: the caller takes steps."""
+
+
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return ``(k − origin) root`` (b, n, d) and ``⟨query, k − origin⟩`` (b, n).
 

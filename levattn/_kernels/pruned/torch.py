@@ -57,6 +57,14 @@ def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
 
 
+def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:
+    """Return a factor of moments of queries, both means and faults, or None; see `LabelKernels`."""
+    if not all(map(_on_device, (total, second, key_total))):
+        return None
+    found = cuda.factor_queries(memory_of(total), memory_of(second), memory_of(key_total), counts, dtype)
+    return None if found is None else tuple(map(tensor_of, found))
+
+
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
     return cast(tuple[Any, Any], on_memory("places", K, origin, root, query))

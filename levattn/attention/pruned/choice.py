@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from levattn._core.checks import TIE
-from levattn._kernels import PRUNING
-from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, Summaries
+from levattn._kernels import PRUNING, kernels_for
+from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, LabelKernels, Summaries
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.selection import Checks, SelectionRule
+
+_NOT_FINITE = "{} hold NaN or infinity, or are too large for their squares; give finite ones"
+_TOO_FAR = "queries are too far apart in size for their moments; give ones that are closer"
 
 
 def _parts(array: Any, count: int) -> list[Any]:
@@ -136,6 +139,15 @@ class Measure:
 def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks: Checks) -> Measure:
     """Return the measure of some queries and keys, in the given dtype."""
     xp = namespace_of(queries.total)
+    if power is None and queries.origin is None and keys.origin is None:
+        counts = max(queries.count, 1), max(keys.count, 1)
+        kernels = cast(LabelKernels, kernels_for("pruned", queries.total))
+        found = kernels.factor_queries(queries.total, queries.second, keys.total, counts, dtype)
+        if found is not None:
+            root, query, origin, wrong = found
+            checks.expect(~xp.any(wrong[:, 0]), _NOT_FINITE.format("queries"))
+            checks.expect(~xp.any(wrong[:, 1]), _TOO_FAR)
+            return Measure(root, query, origin)
     moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
     eye = xp.eye(d, dtype=xp.float64, device=device_of(moment))
@@ -157,7 +169,7 @@ def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
     """Return second moments (b, d, d), with zeros for non-finite matrices, which no library decomposes."""
     xp = namespace_of(moment)
     finite = xp.isfinite(moment)
-    checks.expect(xp.all(finite), f"{name} hold NaN or infinity, or are too large for their squares; give finite ones")
+    checks.expect(xp.all(finite), _NOT_FINITE.format(name))
     return xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, xp.zeros_like(moment))
 
 
@@ -168,9 +180,7 @@ def _factor(moment: Any, checks: Checks) -> Any:
     if without_wait is None:
         return xp.linalg.cholesky(moment)
     root, failed = without_wait(moment)
-    checks.expect(
-        xp.all(failed == 0), "queries are too far apart in size for their moments; give ones that are closer"
-    )
+    checks.expect(xp.all(failed == 0), _TOO_FAR)
     return root
 
 
