@@ -76,15 +76,20 @@ def attend_token(
     shared = 4 * rows * (d + _THREADS * pack + chunk)
     if shared + _STATIC > shared_limit() or B * G * max(chunks, r) > _BLOCKS:
         return False
-    tops, sums = empty(B * G * r * chunks * 2), empty(B * G * r * chunks * D)
+    parts = empty(B * G * r * chunks * (2 + D))
     given = [*with_steps(q, 2), *with_steps(slots[0], 3), *with_steps(slots[1], 3), *with_steps(slots[2], 2)]
     given += [*with_steps(near[0], 3), *with_steps(near[1], 3), *with_steps(near[2], 2)]
-    given += [s, t, chunk, G, r, d, D, *listed, scale, softcap or 0.0, tops, sums]
+    given += [s, t, chunk, G, r, d, D, *listed, scale, softcap or 0.0, parts]
     kind = stored(q.dtype)
     grid = B * G * chunks, -(-r // rows)
     launch("decode", "attend_parts", (kind, str(pack), str(rows)), grid, given, threads=_THREADS, shared=shared)
-    joined = [tops, sums, chunks, G, r, H, D, *listed, Y]
-    launch("decode", "join_parts", (kind,), (B * G * r, -(-D // _COLUMNS)), joined)
+    launch(
+        "decode",
+        "join_parts",
+        (kind,),
+        (B * G * r, -(-D // _COLUMNS)),
+        [parts, chunks, G, r, H, D, *listed, Y],
+    )
     return True
 
 

@@ -45,8 +45,8 @@ __device__ inline float sum_of_warp(float x) {
 
 }  // namespace
 
-// Write the sums of each chunk for rows of q (B, H, d): `tops` (B G r, chunks, 2), the largest logit and the sum of
-// weights relative to it, and `sums` (B G r, chunks, D), the values times these weights.
+// Write the sums of each chunk for rows of q (B, H, d) to `parts`. First come, (B G r, chunks, 2), the largest logit and
+// the sum of weights relative to it. Then come, (B G r, chunks, D), the values times these weights.
 //
 // Slots are keys (B, G, s, d), values (B, G, s, D) and weights (B, G, s), which are logarithms or null for zeros. Later
 // tokens are `near_keys` and `near_values`, (B, heads, t, .), and `present` (B, t), which may be null. The last token
@@ -61,15 +61,16 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
                  long long near_k_head, long long near_k_row, const Real *near_values, long long near_v_item,
                  long long near_v_head, long long near_v_row, const unsigned char *present, long long p_item,
                  long long p_row, int s, int t, int chunk, int G, int r, int d, int D, int first,
-                 unsigned long long listed, double scale, double softcap, float *tops, float *sums) {
+                 unsigned long long listed, double scale, double softcap, float *parts) {
     DYNAMIC_SHARED(memory);
     constexpr int QUAD = PACK < 4 ? PACK : 4, AHEAD = ROWS < 8 ? 8 : 4;
     using Numbers = Pack<Real, PACK>;
     using Quad = Pack<float, QUAD>;
-    float *const asked = (float *)memory;                // (ROWS, d), quads of a pack apart from each other
-    float *const gathered = asked + ROWS * d;            // (groups, ROWS, columns)
+    float *const sums = parts + 2ll * gridDim.x * r;
+    float *const asked = (float *)memory;                    // (ROWS, d), quads of a pack apart from each other
+    float *const gathered = asked + ROWS * d;                // (groups, ROWS, columns)
     float *const logits = gathered + THREADS * ROWS * PACK;  // (ROWS, chunk), later weights
-    const float nothing = __int_as_float(0xff800000);    // −∞
+    const float nothing = __int_as_float(0xff800000);        // −∞
     const int far = (s + chunk - 1) / chunk, chunks = far + (t + chunk - 1) / chunk;
     const int item = blockIdx.x / chunks, part = blockIdx.x % chunks, top = blockIdx.y * ROWS;
     const int b = item / G, g = item % G, head = head_of(first, listed, g);
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
         for (int k = threadIdx.x % 32; k < count; k += 32) total += z[k] = exp(z[k] - base);
         total = sum_of_warp(total);
         if (threadIdx.x % 32 || top + row >= r) continue;
-        float *const to = tops + 2 * (place + (long long)row * chunks);
+        float *const to = parts + 2 * (place + (long long)row * chunks);
         to[0] = most, to[1] = total;
     }
     __syncthreads();
@@ -203,25 +204,26 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
     }
 }
 
-// Write the output Y (B, H, D) of rows whose chunks have `tops` and `sums`, as `attend_parts` left them. A row that
-// sees nothing is NaN. The grid is (B G r, columns).
+// Write the output Y (B, H, D) of rows from their `parts`, as `attend_parts` left them. A row that sees nothing is NaN.
+// The grid is (B G r, columns).
 template <typename Real>
 __global__ void __launch_bounds__(32 * WARPS)
-    join_parts(const float *tops, const float *sums, int chunks, int G, int r, int H, int D, int first,
-               unsigned long long listed, Real *Y) {
+    join_parts(const float *parts, int chunks, int G, int r, int H, int D, int first, unsigned long long listed,
+               Real *Y) {
     __shared__ float gathered[WARPS][COLUMNS];
     const float nothing = __int_as_float(0xff800000);  // −∞
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, low = blockIdx.y * COLUMNS;
     const int item = blockIdx.x / r, b = item / G, head = head_of(first, listed, item % G);
-    const float *const own = tops + 2ll * blockIdx.x * chunks;
-    float read[CHUNKS][EACH], parts[EACH] = {};
+    const float *const own = parts + 2ll * blockIdx.x * chunks;
+    const float *const sums = parts + 2ll * gridDim.x * chunks + (long long)blockIdx.x * chunks * D;
+    float read[CHUNKS][EACH], found[EACH] = {};
     const auto bring = [&](int from) {
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
                 const int part = from + i * WARPS, column = low + k * 32 + lane;
-                if (part < chunks && column < D) read[i][k] = sums[((long long)blockIdx.x * chunks + part) * D + column];
+                if (part < chunks && column < D) read[i][k] = sums[(long long)part * D + column];
             }
     };
     bring(warp);
@@ -241,11 +243,11 @@ __global__ void __launch_bounds__(32 * WARPS)
             const float weight = exp(own[2 * part] - base);
 #pragma unroll
             for (int k = 0; k < EACH; ++k)
-                if (low + k * 32 + lane < D) parts[k] = fma(weight, read[i][k], parts[k]);
+                if (low + k * 32 + lane < D) found[k] = fma(weight, read[i][k], found[k]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) gathered[warp][k * 32 + lane] = parts[k];
+    for (int k = 0; k < EACH; ++k) gathered[warp][k * 32 + lane] = found[k];
     __syncthreads();
     for (int k = threadIdx.x; k < min(COLUMNS, D - low); k += 32 * WARPS) {
         float sum = 0;
