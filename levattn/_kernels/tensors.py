@@ -137,7 +137,7 @@ def are_plain_on_device(tensors: Iterable[Any]) -> bool:
 
 
 def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
-    """Tell whether kernels of a device read tensors as they are: contiguous numbers of one format without a gradient."""
+    """Tell whether kernels of a device read tensors as they are: contiguous, of one format, without a gradient."""
     if not are_plain_on_device(tensors):
         return False
     kind = tensors[0].dtype

@@ -421,7 +421,7 @@ def test_other_tokens_take_the_functions_of_torch(
         with torch.no_grad():
             assert of_kernels(q) is not None
     elif reason == "func":
-        torch.func.functionalize(lambda x: (pytest.fail("runs") if of_kernels(q) is not None else x))(torch.ones(3))
+        torch.func.functionalize(lambda x: pytest.fail("runs") if of_kernels(q) is not None else x)(torch.ones(3))
         return
     assert of_kernels(q) is None
 

@@ -20,10 +20,22 @@ constexpr int COLUMNS = 32 * EACH;       // of such a block
 constexpr int CHUNKS = 8;                // that a thread reads together
 constexpr unsigned int ALL = 0xffffffffu;
 
-// Neighbors along a row, read at once.
-template <typename Number, int COUNT>
-struct alignas(COUNT * sizeof(Number)) Pack {
-    Number of[COUNT];
+// Neighbors along a row, read at once: one number, or 16 bytes, which are kept as words to take fewer registers.
+template <typename Real, int COUNT>
+struct alignas(16) Pack {
+    unsigned int words[4];
+
+    __device__ float get(int k) const {
+        if constexpr (sizeof(Real) == 4) return __uint_as_float(words[k]);
+        else return widen(Real{(unsigned short)(words[k / 2] >> 16 * (k % 2))});
+    }
+};
+
+template <typename Real>
+struct Pack<Real, 1> {
+    Real number;
+
+    __device__ float get(int) const { return widen(number); }
 };
 
 // The i-th of the heads from `first` on that `listed` has bits for; 0 lists all.
@@ -65,7 +77,7 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
     DYNAMIC_SHARED(memory);
     constexpr int QUAD = PACK < 4 ? PACK : 4, AHEAD = ROWS < 8 ? 8 : 4;
     using Numbers = Pack<Real, PACK>;
-    using Quad = Pack<float, QUAD>;
+    using Quad = Pack<float, QUAD>;  // as many as 16 bytes hold
     float *const sums = parts + 2ll * gridDim.x * r;
     float *const asked = (float *)memory;                    // (ROWS, d), quads of a pack apart from each other
     float *const gathered = asked + ROWS * d;                // (groups, ROWS, columns)
@@ -124,7 +136,7 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
                     for (int k = 0; k < QUAD; ++k)
 #pragma unroll
                         for (int i = 0; i < KEYS; ++i)
-                            dots[i][row] = fma(x.of[k], widen(now[i].of[j + k]), dots[i][row]);
+                            dots[i][row] = fma(x.get(k), now[i].get(j + k), dots[i][row]);
                 }
         }
 #pragma unroll
@@ -182,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
                 for (int row = 0; row < ROWS; ++row) {
                     const float weight = logits[row * chunk + key];
 #pragma unroll
-                    for (int k = 0; k < PACK; ++k) own[row][k] = fma(weight, widen(read[i].of[k]), own[row][k]);
+                    for (int k = 0; k < PACK; ++k) own[row][k] = fma(weight, read[i].get(k), own[row][k]);
                 }
             }
         }
@@ -207,7 +219,7 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
 // Write the output Y (B, H, D) of rows from their `parts`, as `attend_parts` left them. A row that sees nothing is NaN.
 // The grid is (B G r, columns).
 template <typename Real>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 3)
     join_parts(const float *parts, int chunks, int G, int r, int H, int D, int first, unsigned long long listed,
                Real *Y) {
     __shared__ float gathered[WARPS][COLUMNS];

@@ -357,7 +357,7 @@ def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlot
     return HeadSlots(heads, *(None if same[0] is None else torch.stack(same) for same in arrays))
 
 
-# -- attention to slots and later tokens, by a kernel of a device, or the fused attention of torch where possible ------
+# -- attention to slots and later tokens, by a kernel of a device, or the fused attention of torch where possible -----
 
 
 def attended(
