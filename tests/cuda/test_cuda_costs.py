@@ -121,7 +121,8 @@ def of_slots(s: int, t: int, **given: bool) -> Make:
 
         weight = arrays(2, 2, s) if given.get("weighted") else None
         present = cupy.asarray(RNG(1).random((2, t)) < 0.5) if given.get("padded") else None
-        slots, near = (arrays(2, 2, s, 8), arrays(2, 2, s, 8), weight), (arrays(2, 2, t, 8), arrays(2, 2, t, 8), present)
+        slots = arrays(2, 2, s, 8), arrays(2, 2, s, 8), weight
+        near = arrays(2, 2, t, 8), arrays(2, 2, t, 8), present
         q, Y = arrays(2, 4, 1, 8), arrays(2, 4, 1, 8)
         empty = partial(cupy.empty, dtype=np.float32)
         return lambda: attend_token(q, slots, near, (0, 1), 0.3, None, Y, empty)
