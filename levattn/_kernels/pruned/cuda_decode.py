@@ -68,8 +68,9 @@ def attend_token(
     if listed is None or not d or not D:
         return False
     r, chunk = H // all_heads, chunk_of(s, t)
+    held = [with_steps(array, 3) for array in (*slots[:2], *near[:2])]
     pack = _PACK // q.dtype.itemsize
-    packed = d % pack == 0 and D % pack == 0 and all(map(_in_packs, (*slots[:2], *near[:2])))
+    packed = d % pack == 0 and D % pack == 0 and all(_in_packs(pack, *each) for each in held)
     pack = pack if packed else 1
     rows = next((each for each in _ROWS if each >= r), _ROWS[-1]) if packed else _PLAIN
     chunks = -(-s // chunk) + -(-t // chunk)
@@ -77,9 +78,8 @@ def attend_token(
     if shared + _STATIC > shared_limit() or B * G * max(chunks, r) > _BLOCKS:
         return False
     parts = empty(B * G * r * chunks * (2 + D))
-    given = [*with_steps(q, 2), *with_steps(slots[0], 3), *with_steps(slots[1], 3), *with_steps(slots[2], 2)]
-    given += [*with_steps(near[0], 3), *with_steps(near[1], 3), *with_steps(near[2], 2)]
-    given += [s, t, chunk, G, r, d, D, *listed, scale, softcap or 0.0, parts]
+    given = [*with_steps(q, 2), *held[0], *held[1], *with_steps(slots[2], 2), *held[2], *held[3]]
+    given += [*with_steps(near[2], 2), s, t, chunk, G, r, d, D, *listed, scale, softcap or 0.0, parts]
     kind = stored(q.dtype)
     grid = B * G * chunks, -(-r // rows)
     launch("decode", "attend_parts", (kind, str(pack), str(rows)), grid, given, threads=_THREADS, shared=shared)
@@ -93,12 +93,13 @@ def attend_token(
     return True
 
 
-def _in_packs(array: Any) -> bool:
-    """Tell whether rows of an array begin at multiples of 16 bytes; the steps of an axis of one do not count."""
-    first, *steps = with_steps(array, 3)
+def _in_packs(pack: int, array: Any, *steps: int) -> bool:
+    """Tell whether rows of an array begin at packs of so many numbers; the steps of an axis of one do not count."""
     if hasattr(array, "data_ptr"):
         start = array.data_ptr()
     else:
         start = array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
-    pack = _PACK // first.dtype.itemsize
-    return start % _PACK == 0 and all(step % pack == 0 for step, n in zip(steps, array.shape, strict=False) if n > 1)
+    if start % _PACK:
+        return False
+    b, h, n = array.shape[:3]
+    return not ((b > 1 and steps[0] % pack) or (h > 1 and steps[1] % pack) or (n > 1 and steps[2] % pack))
