@@ -96,19 +96,11 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
         begin * value_step;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, packs = d / PACK;
 
-    for (int row = 0; row < ROWS; ++row)
-        for (int k = threadIdx.x; k < d; k += THREADS) {
-            const int quad = k % PACK / QUAD * packs + k / PACK;
-            const Real *const from = q + b * q_item + ((long long)head * r + top + row) * q_row + k;
-            asked[row * d + quad * QUAD + k % QUAD] = top + row < r ? (float)scale * widen(*from) : 0;
-        }
-
-    // Logits: the next numbers are on their way while these are multiplied
-#pragma unroll 1
-    for (int low = 0; low < count; low += GROUPS * KEYS) {
-        const Real *rows[KEYS];
-        Numbers next[KEYS];
-        float bias[KEYS], dots[KEYS][ROWS] = {};
+    // The first keys are on their way while the rows of q come to shared memory
+    const Real *rows[KEYS];
+    Numbers next[KEYS];
+    float bias[KEYS];
+    const auto fetch = [&](int low) {
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) {
             const int key = min(low + i * GROUPS + group, count - 1), place = begin + key;
@@ -118,7 +110,22 @@ __global__ void __launch_bounds__(THREADS, ROWS < 4 ? 4 : 3)
             if (slots && weights) bias[i] = weights[b * w_item + g * w_head + place];
             if (!slots && present && place < t - 1 && !present[b * p_item + place * p_row]) bias[i] = nothing;
         }
-        if (!low) __syncthreads();
+    };
+    fetch(0);
+    for (int row = 0; row < ROWS; ++row)
+        for (int k = threadIdx.x; k < d; k += THREADS) {
+            const int quad = k % PACK / QUAD * packs + k / PACK;
+            const Real *const from = q + b * q_item + ((long long)head * r + top + row) * q_row + k;
+            asked[row * d + quad * QUAD + k % QUAD] = top + row < r ? (float)scale * widen(*from) : 0;
+        }
+
+    __syncthreads();
+
+    // Logits: the next numbers are on their way while these are multiplied
+#pragma unroll 1
+    for (int low = 0; low < count; low += GROUPS * KEYS) {
+        float dots[KEYS][ROWS] = {};
+        if (low) fetch(low);
 #pragma unroll 1
         for (int p = lane; p < packs; p += LANES) {
             Numbers now[KEYS];
