@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -347,24 +348,31 @@ def moved(slots: Any, arrays: tuple[Any, ...], put: Callable[[Any], Any], t: int
     return put(q), groups, [put(x)[:, :, :t] for x in room], put(torch.from_numpy(present))
 
 
+@contextmanager
+def operators() -> Iterator[list[str]]:
+    """The names of torch's operators that are called, in order, without those that give views."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Called(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+            name = function.overloadpacket.__name__
+            called.extend([] if name in ("slice", "detach", "alias") else [name])
+            return function(*args, **(options or {}))
+
+    called: list[str] = []
+    with Called():
+        yield called
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_token_reads_a_compressed_cache_where_it_lies(
     tensors: Any, cache_slots: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two launches for a group of heads, on torch's stream and in its memory; nothing is sent or waited for."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from levattn._kernels import tensors as kernel_tensors
 
-    class Called(TorchDispatchMode):  # type: ignore[misc]
-        """The names of torch's operators."""
-
-        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
-            called.append(function.overloadpacket.__name__)
-            return function(*args, **(options or {}))
-
-    called: list[str] = []
     there, streams, made = tensors
     streams.current[1] = 7
     monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
@@ -374,8 +382,7 @@ def test_a_token_reads_a_compressed_cache_where_it_lies(
         there_present = present if padded else None
         places.launches.clear()
         made.crossed.clear()
-        called.clear()
-        with Called():
+        with operators() as called:
             found = cache_slots.attended(q, groups, near, there_present, 0.3, softcap)
         assert (found.dtype, found.device) == (q.dtype, torch.device("cuda", 1))
         assert places.launches == [(1, 7)] * 4
@@ -387,6 +394,30 @@ def test_a_token_reads_a_compressed_cache_where_it_lies(
         expected = cache_slots.attended(q, groups, near, present if padded else None, 0.3, softcap)
         tolerance = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}[dtype]  # of the last digit
         torch.testing.assert_close(found.inner.double(), expected, rtol=tolerance, atol=3e-6)
+
+
+def test_a_step_of_a_layer_copies_a_token(tensors: Any, cache_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one format, without a mask: only the token's key and value move, and nothing is waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+    from levattn.integrations.transformers.compression.layer import CompressedLayer
+
+    there, _, made = tensors
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))
+    q, groups, near, _ = moved(cache_slots, heads_of(cache_slots, torch.bfloat16), lambda x: there.CudaTensor(x, 1))
+    layer = CompressedLayer(0, groups, there.CudaTensor(torch.ones(2, 300, dtype=torch.bool), 1))
+    with torch.no_grad():
+        layer._append(*near)
+        for _ in range(3):
+            places.launches.clear()
+            made.crossed.clear()
+            with operators() as called:
+                tail = layer._append(*(x[:, :, :1] for x in near))
+                layer._answered(tail, q, None, 0.3, None)
+            assert called == ["copy_"] * 2 + ["new_empty"] * 3
+            assert len(places.launches) == 2 * len(groups)
+            assert not made.crossed
 
 
 @pytest.mark.parametrize("reason", ["double", "mixed", "strided", "capture", "gradient", "func"])
