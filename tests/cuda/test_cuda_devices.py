@@ -418,6 +418,13 @@ def test_a_step_of_a_layer_copies_a_token(tensors: Any, cache_slots: Any, monkey
             assert called == ["copy_"] * 2 + ["new_empty"] * 3
             assert len(places.launches) == 2 * len(groups)
             assert not made.crossed
+        mask = torch.arange(300 + layer.tail.length)[None, None, None].expand(2, -1, -1, -1) != 301
+        places.launches.clear()
+        found = layer._answered(tail, q, there.CudaTensor(mask, 1), 0.3, None)
+        assert len(made.crossed) == 2  # whether all are there, and which are not
+        assert len(places.launches) == 2 * len(groups)
+        expected = cache_slots.attended(q, groups, tail, there.CudaTensor(mask[:, 0, 0, 300:], 1), 0.3, None)
+        assert torch.equal(found.inner, expected.inner)
 
 
 @pytest.mark.parametrize("reason", ["double", "mixed", "strided", "capture", "gradient", "func"])
