@@ -5,7 +5,8 @@ both ways and causal. The rivals are `scaled_dot_product_attention` of torch by 
 flash kernel and by cuDNN. Without summaries all slots are keys. Gradients are those of the shortest context.
 
 Then attention to such slots with log-weights alone, for all queries and for one, as a compressed cache has it at each
-step: by columns of the keys (ours), a mask, and FlexAttention, which is compiled for each shape first.
+step: by columns of the keys, a mask, and FlexAttention, which is compiled for each shape first. One query also takes
+our kernel of a token, with the first slot as a later token.
 
 Bars: at least as fast as the kernel that torch chooses from n = 4096 on, both ways.
 
@@ -19,12 +20,12 @@ from typing import Any
 
 from _gpu import DEFAULT, Bench, Calls, attended, dense, forward_and_backward, has
 
-from levattn._kernels.pruned.torch import attended_slots
+from levattn._kernels.pruned.torch import attended_slots, attended_token
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 
 SIZES = (4096, 16384, 65536, 131072)
 OURS, WITHOUT = "pruned", "pruned, without summaries"
-COLUMNS, MASK, FLEX = "columns", "mask", "FlexAttention"
+COLUMNS, MASK, TOKEN, FLEX = "columns", "mask", "kernel of a token", "FlexAttention"
 
 
 def whole(bench: Bench, K: Any, slots: int, causal: bool) -> Calls:
@@ -59,6 +60,9 @@ def ways(bench: Bench, K: Any, queries: int, slots: int) -> Calls:
         COLUMNS: partial(attended_slots, Q, keys, values, logs, scale),
         MASK: partial(attend, Q, keys, values, attn_mask=mask, scale=scale),
     }
+    if bench.device == "cuda" and queries == 1:
+        near = keys[:, :, :1], values[:, :, :1], None
+        found[TOKEN] = partial(attended_token, Q, ((keys, values, logs, tuple(range(heads))),), near, scale, None)
     if bench.device == "cuda" and not has("triton"):
         return found
     from torch.nn.attention.flex_attention import flex_attention

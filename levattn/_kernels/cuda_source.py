@@ -64,6 +64,9 @@ _HALVES = (("Half", "float"), ("Bfloat", "float"))  # stored and computed in
 _UNITS = (*((real, real, units) for real, most in (("float", "4"), ("double", "2")) for units in ("1", most)),)
 _UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
 _BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
+_PACKS = (("float", "4"), ("Half", "8"), ("Bfloat", "8"))  # stored, and how many are read at once
+_DECODED = (*((*pack, rows) for pack in _PACKS for rows in ("1", "2", "4", "8")),)  # and rows of a block
+_DECODED += tuple((key, "1", "4") for key, _ in _PACKS)
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 _NEAR = (("float", "float"), *_HALVES, ("Half", "Half"), ("Bfloat", "Bfloat"))
@@ -97,6 +100,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
+    "decode": {"attend_parts": _DECODED, "join_parts": tuple((key,) for key in _KEYS if key != "double")},
     "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
     "measure": {"factor_queries": _ONE_REAL},
     "near": {

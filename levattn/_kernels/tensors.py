@@ -118,20 +118,31 @@ def is_on_device(tensor: Any) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
 
 
-def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
-    """Tell whether kernels of a device read tensors as they are: contiguous numbers of one format without a gradient.
+def are_plain_on_device(tensors: Iterable[Any]) -> bool:
+    """Tell whether tensors are plain numbers on a CUDA device without a gradient, of any format and layout.
 
-    It decides a call of one launch, whose checks would take longer one by one.
+    It decides a call of few launches, whose checks would take longer one by one.
     """
     if not _HAS_CUPY or torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0:
         return False
     if is_within_func():  # which wraps views and new tensors, also those of plain ones
         return False
-    kind, followed = tensors[0].dtype, torch.is_grad_enabled()
+    followed = torch.is_grad_enabled()
     for tensor in tensors:
-        if not is_on_device(tensor) or tensor.dtype != kind or not tensor.is_contiguous() or tensor.is_neg():
+        if not is_on_device(tensor) or tensor.is_neg() or is_legacy_batched(tensor):
             return False
-        if is_legacy_batched(tensor) or (followed and tensor.requires_grad):
+        if followed and tensor.requires_grad:
+            return False
+    return True
+
+
+def are_as_kernels_read(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether kernels of a device read tensors as they are: contiguous, of one format, without a gradient."""
+    if not are_plain_on_device(tensors):
+        return False
+    kind = tensors[0].dtype
+    for tensor in tensors:
+        if tensor.dtype != kind or not tensor.is_contiguous():
             return False
     refuse_capture()
     return True

@@ -18,6 +18,7 @@ import levattn
 from emulator import device
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.latent import cuda as latent_cuda
+from levattn._kernels.pruned.cuda_decode import attend_token
 from levattn._kernels.tokens import TokenArguments
 from levattn._kernels.tokens import cuda as tokens_cuda
 from levattn.attention import latte
@@ -111,6 +112,24 @@ def of_tokens(T: int, *, after: int = 0, gradients: bool = False, **options: Any
     return make
 
 
+def of_slots(s: int, t: int, **given: bool) -> Make:
+    """A token that reads slots of two heads, and the tokens after them."""
+
+    def make(cupy: Any) -> Callable[[], Any]:
+        def arrays(*shape: int) -> Any:
+            return cupy.asarray(RNG(0).standard_normal(shape).astype(np.float32))
+
+        weight = arrays(2, 2, s) if given.get("weighted") else None
+        present = cupy.asarray(RNG(1).random((2, t)) < 0.5) if given.get("padded") else None
+        slots = arrays(2, 2, s, 8), arrays(2, 2, s, 8), weight
+        near = arrays(2, 2, t, 8), arrays(2, 2, t, 8), present
+        q, Y = arrays(2, 4, 1, 8), arrays(2, 4, 1, 8)
+        empty = partial(cupy.empty, dtype=np.float32)
+        return lambda: attend_token(q, slots, near, (0, 1), 0.3, None, Y, empty)
+
+    return make
+
+
 # At most so many launches and waits, and bytes for each head to main memory, of any form of an operator.
 COSTS: dict[str, tuple[tuple[int, int, int], dict[str, Make]]] = {
     "leverage scores and sets": (
@@ -155,6 +174,13 @@ COSTS: dict[str, tuple[tuple[int, int, int], dict[str, Make]]] = {
         },
     ),
     "latte, decoding": ((1, 0, 0), {"`latte`, a step of decoding": of_latents(8, after=100)}),
+    "compressed cache, decoding": (
+        (2, 0, 0),
+        {
+            "a compressed cache, a step of decoding of a layer": of_slots(300, 20),
+            "a compressed cache, weighted and padded": of_slots(300, 90, weighted=True, padded=True),
+        },
+    ),
     "gradients of latte": (
         (18, 0, 0),
         {

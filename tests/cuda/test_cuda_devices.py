@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,160 @@ def test_tokens_of_each_format_and_their_states(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6)
     whole = tssa(there.CudaTensor(W, 1), there.CudaTensor(theta, 1))
     torch.testing.assert_close(whole.inner, expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.fixture
+def cache_slots() -> Any:
+    """The module of compressed heads, and a test of theirs."""
+    pytest.importorskip("transformers", minversion="4.56")
+    from levattn.integrations.transformers.compression import slots
+
+    return slots
+
+
+def heads_of(slots: Any, kind: Any, s: int = 70, t: int = 9) -> tuple[Any, ...]:
+    """A token's queries, slots of two groups of heads, and the tokens after them, in room for more."""
+    import torch
+
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> Any:
+        return torch.from_numpy(rng.standard_normal(shape)).to(kind)
+
+    weight = drawn(2, 2, s).float()
+    weight[:, 0, 3] = -torch.inf
+    groups = tuple(
+        slots.HeadSlots(heads, drawn(2, 2, size, 16), drawn(2, 2, size, 8), logs, None)
+        for heads, size, logs in (((0, 3), s, weight), ((1, 2), 2 * s, None))
+    )
+    return drawn(2, 12, 1, 16), groups, (drawn(2, 4, 2 * t, 16), drawn(2, 4, 2 * t, 8)), rng.random((2, t)) < 0.7
+
+
+def moved(slots: Any, arrays: tuple[Any, ...], put: Callable[[Any], Any], t: int = 9) -> tuple[Any, ...]:
+    """The same on a device."""
+    import torch
+
+    q, groups, room, present = arrays
+    groups = tuple(
+        slots.HeadSlots(group.heads, *(None if x is None else put(x) for x in group.arrays)) for group in groups
+    )
+    return put(q), groups, [put(x)[:, :, :t] for x in room], put(torch.from_numpy(present))
+
+
+@contextmanager
+def operators() -> Iterator[list[str]]:
+    """The names of torch's operators that are called, in order, without those that give views."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Called(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+            name = function.overloadpacket.__name__
+            called.extend([] if name in ("slice", "detach", "alias") else [name])
+            return function(*args, **(options or {}))
+
+    called: list[str] = []
+    with Called():
+        yield called
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_token_reads_a_compressed_cache_where_it_lies(
+    tensors: Any, cache_slots: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launches for a group of heads, on torch's stream and in its memory; nothing is sent or waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+
+    there, streams, made = tensors
+    streams.current[1] = 7
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
+    arrays = heads_of(cache_slots, getattr(torch, dtype))
+    for padded, softcap in ((False, None), (True, None), (True, 0.8)):
+        q, groups, near, present = moved(cache_slots, arrays, lambda x: there.CudaTensor(x, 1))
+        there_present = present if padded else None
+        places.launches.clear()
+        made.crossed.clear()
+        with operators() as called:
+            found = cache_slots.attended(q, groups, near, there_present, 0.3, softcap)
+        assert (found.dtype, found.device) == (q.dtype, torch.device("cuda", 1))
+        assert places.launches == [(1, 7)] * 4
+        assert called == ["new_empty"] * 3  # the output, and partial sums of each group
+        assert not places.own
+        assert not places.waits
+        assert not made.crossed
+        q, groups, near, present = moved(cache_slots, arrays, lambda x: x.double() if x.is_floating_point() else x)
+        expected = cache_slots.attended(q, groups, near, present if padded else None, 0.3, softcap)
+        tolerance = {"float32": 0, "float16": 2**-10, "bfloat16": 2**-7}[dtype]  # of the last digit
+        torch.testing.assert_close(found.inner.double(), expected, rtol=tolerance, atol=3e-6)
+
+
+def test_a_step_of_a_layer_copies_a_token(tensors: Any, cache_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one format, without a mask: only the token's key and value move, and nothing is waited for."""
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+    from levattn.integrations.transformers.compression.layer import CompressedLayer
+
+    there, _, made = tensors
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))
+    q, groups, near, _ = moved(cache_slots, heads_of(cache_slots, torch.bfloat16), lambda x: there.CudaTensor(x, 1))
+    layer = CompressedLayer(0, groups, there.CudaTensor(torch.ones(2, 300, dtype=torch.bool), 1))
+    with torch.no_grad():
+        layer._append(*near)
+        for _ in range(3):
+            places.launches.clear()
+            made.crossed.clear()
+            with operators() as called:
+                tail = layer._append(*(x[:, :, :1] for x in near))
+                layer._answered(tail, q, None, 0.3, None)
+            assert called == ["copy_"] * 2 + ["new_empty"] * 3
+            assert len(places.launches) == 2 * len(groups)
+            assert not made.crossed
+        mask = torch.arange(300 + layer.tail.length)[None, None, None].expand(2, -1, -1, -1) != 301
+        places.launches.clear()
+        found = layer._answered(tail, q, there.CudaTensor(mask, 1), 0.3, None)
+        assert len(made.crossed) == 2  # whether all are there, and which are not
+        assert len(places.launches) == 2 * len(groups)
+        expected = cache_slots.attended(q, groups, tail, there.CudaTensor(mask[:, 0, 0, 300:], 1), 0.3, None)
+        assert torch.equal(found.inner, expected.inner)
+
+
+@pytest.mark.parametrize("reason", ["double", "mixed", "strided", "capture", "gradient", "func"])
+def test_other_tokens_take_the_functions_of_torch(
+    tensors: Any, cache_slots: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+    from levattn._kernels.pruned.torch import attended_token
+
+    there, _, _ = tensors
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))
+    arrays = heads_of(cache_slots, torch.float64 if reason == "double" else torch.float32)
+    q, groups, near, _ = moved(cache_slots, arrays, lambda x: there.CudaTensor(x, 1))
+
+    def of_kernels(q: Any) -> Any:
+        slots = tuple((group.keys, group.values, group.log_weight, group.heads) for group in groups)
+        places.launches.clear()
+        found = attended_token(q, slots, (*near, None), 0.3, None)
+        assert (found is None) == (not places.launches)
+        return found
+
+    if reason == "mixed":
+        q = there.CudaTensor(q.inner.half(), 1)
+    elif reason == "strided":
+        q = there.CudaTensor(q.inner.repeat_interleave(2, 3)[..., ::2], 1)
+    elif reason == "capture":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    elif reason == "gradient":
+        q = q.requires_grad_()
+        with torch.no_grad():
+            assert of_kernels(q) is not None
+    elif reason == "func":
+        torch.func.functionalize(lambda x: pytest.fail("runs") if of_kernels(q) is not None else x)(torch.ones(3))
+        return
+    assert of_kernels(q) is None
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])

@@ -50,6 +50,9 @@ class CudaTensor(torch.Tensor):  # type: ignore[misc]
         bare = tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, index)
         return CudaTensor(self.inner[bare], self.device.index)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.inner[index].copy_(value.inner)
+
     def __invert__(self) -> Any:
         return torch.bitwise_not(self)
 

@@ -1,5 +1,7 @@
 """Pruned attention of tensors: on a device by torch's fused attention, in main memory by kernels with their gradients.
 
+One token that reads a compressed cache on a device has kernels of its own (`attended_token`).
+
 A slot with the logarithm b of a weight has the logit scale ⟨q, k⟩ + b. Here b is a product as well, of additional
 columns of queries and keys. So no kernel needs a mask, and any fused kernel will do, with its gradients.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from levattn._core.device import where_arrays_are
 from levattn._core.types import Int64
 from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import (
@@ -22,12 +26,21 @@ from levattn._kernels.pruned import (
     PrunedGradients,
     Summaries,
     cuda,
+    cuda_decode,
     definition,
     differentiable,
     mapped,
 )
 from levattn._kernels.pruned.definition import from_rows
-from levattn._kernels.tensors import has_kernels, has_tangent, in_plain_memory, is_transformed, memory_of, tensor_of
+from levattn._kernels.tensors import (
+    are_plain_on_device,
+    has_kernels,
+    has_tangent,
+    in_plain_memory,
+    is_transformed,
+    memory_of,
+    tensor_of,
+)
 
 
 def on_memory(name: str, *given: Any) -> Any:
@@ -186,6 +199,7 @@ _NARROW = torch.float16, torch.bfloat16
 # Each part of a logarithm that hides a slot; finite, because gradients read it
 _ABSENT, _FAR = {torch.float16: -60000.0}, -1e30
 SCALES = 2.0**-20, 2.0**20  # range of scales, which divide the columns
+_DECODED = (torch.float32, torch.float16, torch.bfloat16)  # formats of `attended_token`
 _COLUMNS = 8  # fused kernels take rows whose width is a multiple of this
 _ITEMS = 65535  # largest batch of matrices of a fused kernel
 _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and without a fused kernel
@@ -303,6 +317,37 @@ class _Slots:
     values: Any
     log_weight: Any
     kept: int
+
+
+@where_arrays_are
+def attended_token(
+    q: Any, slots: tuple[Any, ...], near: tuple[Any, Any, Any], scale: float, softcap: float | None
+) -> Any:
+    """Return the softmax attention (B, H, 1, D) of a token by kernels of a device, or None where they do not run.
+
+    `q`: (B, H, 1, d). `slots`: for each group of heads keys, values, log-weights or None, and the heads' numbers.
+    Together the groups have all heads. `near`: keys, values and `present` of the later tokens; see
+    `cuda_decode.attend_token`. Nothing is copied, and nothing waits.
+    """
+    kind, device = q.dtype, q.device
+    numbers = [q, *near[:2], *(array for group in slots for array in group[:2])]
+    weights = [group[2] for group in slots if group[2] is not None]
+    if kind not in _DECODED or not are_plain_on_device((*numbers, *weights)):
+        return None
+    if any(x.dtype != kind for x in numbers) or any(x.dtype != torch.float32 for x in weights):
+        return None
+    if any(x.stride(-1) != 1 or x.device != device for x in (*numbers, *weights)):
+        return None
+    present = near[2]
+    if present is not None and (present.dtype != torch.bool or present.device != device):
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    Y, empty = q.new_empty((*q.shape[:3], near[1].shape[3])), partial(q.new_empty, dtype=torch.float32)
+    for keys, values, weight, heads in slots:
+        if not cuda_decode.attend_token(q, (keys, values, weight), near, heads, scale, softcap, Y, empty):
+            return None
+    return Y
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:

@@ -269,12 +269,14 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         after = None
         if present is not None:
             before, after = present[:, : self.length], present[:, self.length :]
-            if bool((self.present.to(before.device) & ~before).any()):
+            hidden = (self.present.to(before.device) & ~before).any()
+            hides, whole = torch.stack([hidden, after.all()]).cpu().tolist()  # at once, as this waits for a device
+            if hides:
                 raise ValueError(
                     f"{layer} was given an attention mask that hides positions of the context other than its padding; "
                     "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
                 )
-            after = None if bool(after.all()) else after
+            after = None if whole else after
         if self.renewal is not None:
             self.renewal.take(q * scale, after, length)
         kind = tail[0].dtype

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
-from levattn._kernels.pruned.torch import SCALES, attended_slots
+from levattn._kernels.pruned.torch import SCALES, attended_slots, attended_token
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
@@ -357,7 +357,7 @@ def padded_together(heads: tuple[int, ...], parts: list[SlotArrays]) -> HeadSlot
     return HeadSlots(heads, *(None if same[0] is None else torch.stack(same) for same in arrays))
 
 
-# -- attention to slots and later tokens, by the fused attention of torch where possible -----------------------------
+# -- attention to slots and later tokens, by a kernel of a device, or the fused attention of torch where possible -----
 
 
 def attended(
@@ -370,6 +370,11 @@ def attended(
     reads the context and itself.
     """
     (B, H, T), (G, t) = q.shape[:3], tail[0].shape[1:3]
+    if T == 1 and _on_device(q):
+        slots = tuple((group.keys, group.values, group.log_weight, group.heads) for group in groups)
+        Y = attended_token(q, slots, (tail[0], tail[1], present), scale, softcap)
+        if Y is not None:
+            return Y
     by_columns = _by_columns(q, present, scale, softcap)
     heads = H // G if by_columns else B * H  # that have their own rows in a mask, if there is one
     step = max(1, _LOGITS // (heads * (t + max(group.keys.shape[2] for group in groups))))

@@ -1,0 +1,284 @@
+"""Decode steps over a compressed cache on a CUDA device, run on the CPU, against the definition in float64.
+
+Inside: a kernel is compared with the definition, at the borders of its chunks and packs, and launches are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from emulator import in_orders
+from levattn._kernels.pruned import cuda_decode
+from levattn._kernels.pruned.cuda_decode import attend_token, chunk_of, head_list
+
+FORMATS = ("float32", "float16", "bfloat16")
+SUMS = 3e-6  # the error of sums in float32, of values of about 1
+ROUNDING = {"float32": 0.0, "float16": 1.01 * 2.0**-11, "bfloat16": 1.01 * 2.0**-8}  # of the output, to its format
+
+
+def rounded(X: NDArray[Any], format: str) -> Any:
+    """Numbers in a format; bfloat16 in words."""
+    if format != "bfloat16":
+        return X.astype(format)
+    bits = X.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(X: Any) -> NDArray[Any]:
+    """The numbers in float64."""
+    return ((X.astype(np.uint32) << 16).view(np.float32) if X.dtype == np.uint16 else X).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A token that attends to slots of some heads, and to the tokens after them."""
+
+    q: Any
+    slots: tuple[Any, Any, Any]
+    near: tuple[Any, Any, Any]
+    heads: tuple[int, ...]
+    scale: float = 0.3
+    softcap: float | None = None
+
+    def run(self) -> Any:
+        """The output (B, H, 1, D), NaN for other heads."""
+        D = self.slots[1].shape[3]
+        Y = np.full((*self.q.shape[:3], D), 0x7FC0 if self.q.dtype == np.uint16 else np.nan, self.q.dtype)
+        given = self.q, self.slots, self.near, self.heads, self.scale, self.softcap
+        assert attend_token(*given, Y, partial(np.full, fill_value=np.nan, dtype=np.float32))
+        return Y
+
+    def defined(self) -> NDArray[Any]:
+        """The output by its definition, in float64."""
+        (B, H), D = self.q.shape[:2], self.slots[1].shape[3]
+        r, t = H // self.near[0].shape[1], self.near[0].shape[2]
+        Y = np.full((B, H, 1, D), np.nan)
+        weights, present = self.slots[2], self.near[2]
+        for b, (g, head) in product(range(B), enumerate(self.heads)):
+            K = widened(np.concatenate([self.slots[0][b, g], self.near[0][b, head]]))
+            V = widened(np.concatenate([self.slots[1][b, g], self.near[1][b, head]]))
+            bias = np.zeros(len(K))
+            if weights is not None:
+                bias[: len(K) - t] = weights[b, g]
+            if present is not None:
+                bias[len(K) - t :][~present[b] & (np.arange(t) < t - 1)] = -np.inf
+            for h in range(head * r, (head + 1) * r):
+                z = K @ widened(self.q[b, h, 0]) * self.scale
+                z = (z if self.softcap is None else self.softcap * np.tanh(z / self.softcap)) + bias
+                p = np.exp(z - z.max()) if z.max() > -np.inf else np.full(len(z), np.nan)
+                there = p > 0
+                Y[b, h, 0] = p[there] @ V[there] / p.sum()
+        return Y
+
+
+def drawn(
+    s: int,
+    t: int,
+    d: int = 8,
+    D: int = 8,
+    *,
+    format: str = "float32",
+    B: int = 2,
+    heads: tuple[int, ...] = (0, 1),
+    all_heads: int = 2,
+    r: int = 2,
+    weighted: bool = True,
+    padded: bool = False,
+    size: float = 1.0,
+    **options: Any,
+) -> Step:
+    """Rows at random; some slots are hidden, and some later tokens are padding."""
+    rng = np.random.default_rng(s + 1000 * t + d)
+
+    def rows(*shape: int) -> Any:
+        return rounded(rng.standard_normal(shape), format)
+
+    q = rounded(size * rng.standard_normal((B, r * all_heads, 1, d)), format)
+    weights = rng.standard_normal((B, len(heads), s)).astype(np.float32) if weighted else None
+    if weights is not None:
+        weights[rng.random(weights.shape) < 0.2] = -np.inf
+    present = rng.random((B, t)) < 0.5 if padded else None
+    slots = rows(B, len(heads), s, d), rows(B, len(heads), s, D), weights
+    near = rows(B, all_heads, t, d), rows(B, all_heads, t, D), present
+    return Step(q, slots, near, heads, **options)
+
+
+def check(step: Step, *, run: Any = in_orders) -> None:
+    format = "bfloat16" if step.q.dtype == np.uint16 else step.q.dtype.name
+    found = run(step.run)
+    np.testing.assert_allclose(widened(found), step.defined(), rtol=ROUNDING[format], atol=SUMS)
+
+
+@pytest.fixture(autouse=True)
+def _host(host: None) -> None:
+    """Launches take arrays of numpy."""
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("r", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize(("d", "D"), [(5, 5), (40, 40), (64, 64), (80, 80), (128, 128), (136, 136), (8, 24), (1, 3)])
+def test_rows_are_those_of_the_definition(d: int, D: int, r: int, format: str) -> None:
+    check(drawn(70, 9, d, D, format=format, r=r, B=1, heads=(0,), all_heads=1), run=lambda run: run())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_weights_padding_and_bounds_of_logits(
+    weighted: bool, padded: bool, softcap: float | None, format: str
+) -> None:
+    check(drawn(21, 13, format=format, weighted=weighted, padded=padded, softcap=softcap))
+
+
+@pytest.mark.parametrize("s", [0, 1, 63, 64, 65, 128, 300])
+@pytest.mark.parametrize("t", [0, 1, 64, 65])
+def test_lengths_around_the_borders_of_chunks(s: int, t: int) -> None:
+    if s + t:
+        check(drawn(s, t, weighted=s % 2 > 0, padded=True), run=lambda run: run())
+
+
+@pytest.mark.parametrize("chunk", [64, 128, 256])
+@pytest.mark.parametrize("r", [1, 4, 8])
+def test_chunks_of_any_length(chunk: int, r: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_decode, "chunk_of", lambda _s, _t: chunk)
+    for format in ("float32", "bfloat16"):
+        check(drawn(chunk + 40, 30, 16, 24, format=format, r=r, B=1))
+
+
+def test_chunks_grow_with_the_number_of_keys() -> None:
+    found = [chunk_of(n // 2, n - n // 2) for n in (0, 1, 8192, 8193, 16384, 16385, 10**6)]
+    assert found == [64, 64, 64, 128, 128, 256, 256]
+
+
+def test_many_chunks_are_joined() -> None:
+    step = drawn(64 * 70, 5, 4, 4, B=1, heads=(0,), all_heads=1)
+    check(step, run=lambda run: run())
+
+
+@pytest.mark.parametrize("D", [129, 520, 1040])
+def test_wide_values(D: int) -> None:
+    """More columns than a block joins, and more than a thread each."""
+    for format in ("float32", "float16"):
+        check(drawn(9, 3, 8, D, format=format, B=1), run=lambda run: run())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_slots_of_some_heads(format: str) -> None:
+    """The other rows stay as they were."""
+    for heads in ((1, 2), (0, 3), (0, 2, 3)):
+        check(drawn(12, 7, heads=heads, all_heads=5, format=format, padded=True))
+
+
+def test_heads_are_listed_by_bits() -> None:
+    assert head_list((3,)) == (3, 0)
+    assert head_list((3, 4, 5)) == (3, 0)
+    assert head_list((3, 5, 66)) == (3, 1 | 1 << 2 | 1 << 63)
+    assert head_list((3, 5, 67)) is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("margin", [1, 4, 8])
+def test_views_are_read_where_they_lie(format: str, margin: int) -> None:
+    """Heads and rows of larger arrays, whose rows begin at packs of 16 bytes or not."""
+    step = drawn(70, 9, 16, 8, format=format, padded=True)
+
+    def apart(X: Any, axes: int) -> Any:
+        if X is None:
+            return None
+        larger = np.full([size + 2 * margin for size in X.shape[:axes]] + [*X.shape[axes:]], 1, X.dtype)
+        larger = np.concatenate([larger, larger], -1) if axes < X.ndim else larger
+        view = larger[(slice(margin, -margin),) * axes]
+        view = view[..., margin : margin + X.shape[-1]] if axes < X.ndim else view
+        view[...] = X
+        return view
+
+    q = apart(step.q, 2)
+    turned = np.repeat(step.near[2], 2, axis=1)[:, ::2]
+    slots = (*(apart(X, 3) for X in step.slots[:2]), apart(step.slots[2], 2))
+    near = (*(apart(X, 3) for X in step.near[:2]), turned)
+    other = replace(step, q=q, slots=slots, near=near)
+    check(other)
+    heads_last = tuple(np.ascontiguousarray(X.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for X in step.near[:2])
+    np.testing.assert_array_equal(replace(step, near=(*heads_last, step.near[2])).run(), step.run())
+    if margin == 8 or (margin == 4 and format == "float32"):
+        np.testing.assert_array_equal(other.run(), step.run())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_bit_depends_on_the_batch_or_on_other_heads(format: str) -> None:
+    step = drawn(200, 70, 16, 16, format=format, B=3, heads=(0, 1, 2), all_heads=3, padded=True, softcap=2.0)
+    whole = step.run()
+    for b in range(3):
+        slots, near = (tuple(X[b : b + 1] for X in part) for part in (step.slots, step.near))
+        found = replace(step, q=step.q[b : b + 1], slots=slots, near=near).run()
+        np.testing.assert_array_equal(found, whole[b : b + 1])
+    slots = tuple(X[:, 1:2] for X in step.slots)
+    found = replace(step, slots=slots, heads=(1,)).run()
+    np.testing.assert_array_equal(found[:, 2:4], whole[:, 2:4])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 30.0, 1e4, 1e30])
+def test_logits_of_any_size(size: float) -> None:
+    step = drawn(150, 20, 4, 4, size=size, weighted=size < 1)
+    found, expected = step.run(), step.defined()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=SUMS * max(1.0, min(size, 1e2)))
+
+
+def test_chunks_without_a_visible_slot_count_for_nothing() -> None:
+    step = drawn(200, 70, padded=True)
+    step.slots[2][0, 0, :64] = step.slots[2][1, 1] = -np.inf
+    step.near[2][1] = False
+    check(step)
+
+
+def test_a_row_that_sees_nothing_is_no_number() -> None:
+    """As in the softmax of torch; later tokens always have one that counts."""
+    step = drawn(70, 0)
+    step.slots[2][0, 1] = -np.inf
+    found = step.run()
+    assert np.isnan(found[0, 2:]).all()
+    assert np.isfinite(found[0, :2]).all()
+    assert np.isfinite(found[1]).all()
+    np.testing.assert_allclose(found, step.defined(), rtol=0, atol=SUMS)
+
+
+def test_numbers_that_are_not_finite_reach_their_rows() -> None:
+    step = drawn(80, 70, B=1, weighted=False)
+    step.near[0][0, 0, 66, 3] = step.slots[1][0, 1, 2, 5] = np.nan
+    found = step.run()
+    assert np.isnan(found[0, :2]).all()
+    assert np.isnan(found[0, 2:, 0, 5]).all()
+    assert np.isfinite(np.delete(found[0, 2:, 0], 5, axis=1)).all()
+
+
+def test_the_sum_of_equal_logits_is_a_mean() -> None:
+    step = drawn(500, 300, 8, 8, B=1, weighted=False, size=0.0)
+    for g in range(2):
+        mean = np.concatenate([step.slots[1][0, g], step.near[1][0, g]]).astype(np.float64).mean(0)
+        np.testing.assert_allclose(step.run()[0, 2 * g : 2 * g + 2, 0], [mean] * 2, rtol=0, atol=1e-6)
+
+
+def test_what_kernels_cannot_do_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def done(step: Step) -> bool:
+        Y = np.zeros((*step.q.shape[:3], step.slots[1].shape[3]), np.float32)
+        given = step.q, step.slots, step.near, step.heads, step.scale, step.softcap
+        return attend_token(*given, Y, partial(np.empty, dtype=np.float32))
+
+    assert done(drawn(9, 3))
+    assert not done(drawn(9, 3, heads=(0, 70, 72), all_heads=73, r=1))
+    assert not done(drawn(9, 3, 0, 4))
+    assert not done(drawn(9, 3, 4, 0))
+    monkeypatch.setattr(cuda_decode, "shared_limit", lambda: 4096)
+    assert not done(drawn(9, 3))
+
+
+def test_no_sequence() -> None:
+    assert drawn(9, 3, B=0).run().shape == (0, 4, 1, 8)
