@@ -102,6 +102,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
     "decode": {"attend_parts": _DECODED, "join_parts": tuple((key,) for key in _KEYS if key != "double")},
     "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
+    "codes": {"open_codes": tuple((key,) for key in _KEYS if key != "double")},
     "measure": {"factor_queries": _ONE_REAL},
     "near": {
         "attend_near": tuple((*pair, columns) for pair in _NEAR for columns in ("2", "4", "8")),

@@ -282,3 +282,29 @@ def test_what_kernels_cannot_do_is_left_to_others(monkeypatch: pytest.MonkeyPatc
 
 def test_no_sequence() -> None:
     assert drawn(9, 3, B=0).run().shape == (0, 4, 1, 8)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("bits", "d"), [(8, 5), (8, 64), (8, 300), (4, 5), (4, 32), (4, 72)])
+def test_codes_are_opened_in_one_launch(bits: int, d: int, format: str, *, columns: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from levattn.integrations.transformers.compression.coding import Coded
+
+    rows = torch.randn((2, 3, 11, d), generator=torch.Generator().manual_seed(d)) * torch.logspace(-2, 2, d) + 1
+    coded = Coded.of(rows.to(getattr(torch, format)), bits, columns=columns)
+    held = coded.codes, coded.lows, coded.steps, coded.sizes, coded.means
+    lows, steps = (array.view(torch.int16).numpy().view(np.uint16) for array in held[1:3])
+    sizes, means = (None if array is None else array.numpy() for array in held[3:])
+    out = np.full(coded.shape, 7, np.uint16 if format == "bfloat16" else format)
+    entries = held[0].shape[-1] * 8 // bits // lows.shape[-1]
+
+    def called(*_: Any) -> Any:
+        cuda_decode.open_codes((held[0].numpy(), lows, steps, sizes, means), entries, bits, out)
+        return out.copy()
+
+    found, expected = widened(in_orders(called)), coded.opened().double().numpy()
+    room = (ROUNDING[format] + 4e-7) * np.abs(expected) + 1e-6 * np.abs(expected).max((0, 1, 2))
+    assert (np.abs(found - expected) <= room).all()

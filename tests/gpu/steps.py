@@ -114,6 +114,7 @@ def pytest_step(part: str, folder: Path, tests: list[str], processes: int, *opti
     shared = ("--numprocesses", str(processes), "--dist", "worksteal") if find_spec("xdist") else ()
     command = (
         *(sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "tests.gpu.outcomes"),
+        *("-p", "no:benchmark"),  # which warns of processes, and warnings are errors
         *(*shared, *options, *tests),
     )
     environment = {"OMP_NUM_THREADS": "1", "GPU_OUTCOMES": str(result), **variables}

@@ -22,6 +22,7 @@ _MANY = 128  # chunks, from which on they are longer
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _LISTED = 64  # heads that bits can tell apart
 _BLOCKS = 2**31 - 1
+_OPENED = 1024  # numbers of a block that opens codes, as in codes.cu
 
 
 def chunk_of(s: int, t: int) -> int:
@@ -91,6 +92,15 @@ def attend_token(
         [parts, chunks, G, r, H, D, *listed, Y],
     )
     return True
+
+
+def open_codes(coded: tuple[Any, ...], entries: int, bits: int, rows: Any) -> None:
+    """Write rows (..., s, d) of codes, lows, steps, sizes and means, or None; see codes.cu."""
+    codes, lows, steps, sizes, means = coded
+    (s, d), w, blocks = rows.shape[-2:], codes.shape[-1], lows.shape[-1]
+    count = rows.nbytes // (rows.itemsize * d)
+    arguments = [codes, lows, steps, sizes, means, count, s, d, w, blocks, entries, bits, rows]
+    launch("codes", "open_codes", (stored(rows.dtype),), (-(-count * d // _OPENED),), arguments)
 
 
 def _in_packs(pack: int, array: Any, *steps: int) -> bool:

@@ -350,6 +350,20 @@ def attended_token(
     return Y
 
 
+def opened_codes(coded: tuple[Any, ...], shape: tuple[int, ...], bits: int, dtype: Any) -> Any:
+    """Return rows (..., s, d) of codes by a kernel of a device, or None where it does not run; see `Coded`."""
+    arrays = [array for array in coded if array is not None]
+    if dtype not in _DECODED or not math.prod(shape) or coded[0].device.type != "cuda":
+        return None
+    if not all(has_kernels(array) and array.is_contiguous() for array in arrays) or not is_read_there(arrays):
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    rows, blocks, held = coded[0].new_empty(shape, dtype=dtype), coded[1].shape[-1], coded[0].shape[-1] * 8 // bits
+    cuda_decode.open_codes(coded, held // blocks, bits, rows)
+    return rows
+
+
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:
     """Return the cluster of each row, (b, n), and its squared distance to the center."""
     if not _on_device(X):

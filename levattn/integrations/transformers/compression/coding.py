@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from levattn._kernels.codes import open_rows
+from levattn._kernels.pruned.torch import opened_codes
 from levattn._kernels.tensors import in_plain_memory, memory_of
 
 _BLOCKS = {4: 32, 8: 256}  # largest number of entries of a row that share a scale, for each number of bits
@@ -88,6 +89,11 @@ class Coded:
     def opened(self, dtype: Any = None) -> Any:
         """Return the rows, in their dtype or another one."""
         kind = torch.promote_types(self.dtype, torch.float32)
+        if dtype is None or dtype == self.dtype:
+            coded = self.codes, self.lows, self.steps, self.sizes, self.means
+            found = opened_codes(coded, self.shape, self.bits, self.dtype)
+            if found is not None:
+                return found
         b, m = self._of_columns(kind)
         lows, steps = self.lows.to(kind), self.steps.to(kind)
         if kind == torch.float32 and in_plain_memory((self.codes, lows, b)):
