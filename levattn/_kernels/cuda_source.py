@@ -68,7 +68,7 @@ _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "f
 
 # source -> kernel -> its types; () for a kernel that is not a template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
-    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
+    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),), "measure_unevenness": ((),)},
     "products": {
         "square_rows": tuple(product(_KEYS, _REALS)),
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),

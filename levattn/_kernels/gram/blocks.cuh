@@ -1,11 +1,19 @@
 // Blocks of rows, numbered over all pieces of a call.
 
 // The rows of one block: `pieces` (count, 4) are slot, item, first row, row after the last; `firsts` (count + 1,)
-// numbers their first blocks.
+// numbers their first blocks. Without tables there is a piece for each matrix, of its first `whole` rows.
 struct Block {
     long long item, start, stop;
 
-    __device__ Block(const long long *pieces, const long long *firsts, int count, long long block, int block_rows) {
+    __device__ Block(const long long *pieces, const long long *firsts, int count, long long whole, long long block,
+                     int block_rows) {
+        if (!pieces) {
+            const long long each = (whole + block_rows - 1) / block_rows;
+            item = block / each;
+            start = block % each * block_rows;
+            stop = min(start + block_rows, whole);
+            return;
+        }
         int low = 0, high = count;  // the last piece that begins at this block or before
         while (high - low > 1) {
             const int middle = (low + high) / 2;

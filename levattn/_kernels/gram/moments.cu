@@ -69,8 +69,8 @@ struct Counter {
 // the triangle as the others.
 template <typename Key>
 __global__ void __launch_bounds__(THREADS, 2)
-    moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, int block_rows,
-                   double *partial) {
+    moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, long long whole,
+                   int block_rows, double *partial) {
     constexpr bool AHEAD = sizeof(Key) < 8;  // there are registers for the next rows
     DYNAMIC_SHARED(shared);
     double *const left = (double *)shared, *const right = left + STAGE * PITCH, *const totals = right + STAGE * PITCH;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     int tiles = (d + TILE - 1) / TILE;
     const int triangle = tiles * (tiles + 1) / 2;
     const long long number = blockIdx.x / triangle;
-    const Block block(pieces, firsts, count, number, block_rows);
+    const Block block(pieces, firsts, count, whole, number, block_rows);
     const int rows = (int)(block.stop - block.start);
     int down = 0, across = blockIdx.x % triangle;  // row and column of the tile among those of the upper triangle
     while (across >= tiles - down) across -= tiles - down++;
@@ -155,11 +155,11 @@ __global__ void __launch_bounds__(THREADS, 2)
 }
 
 // Sum up the blocks of each piece in pairs, pairs of pairs, and so on: to `out` (pieces, d, d), both triangles. The grid is
-// (pieces times as many blocks of threads as take all entries of a matrix).
+// (pieces times as many blocks of threads as take all entries of a matrix). Without `firsts` each piece has `each` blocks.
 //
 // `parts` threads, a power of two, share an entry; each adds up FEW blocks, and they add up their sums in pairs.
 __global__ void __launch_bounds__(ADDERS)
-    add_blocks(const double *partial, const long long *firsts, int d, int parts, double *out) {
+    add_blocks(const double *partial, const long long *firsts, long long each, int d, int parts, double *out) {
     __shared__ double sums[ADDERS];
     const int lanes = ADDERS / parts, lane = threadIdx.x % lanes, part = threadIdx.x / lanes;
     const unsigned int size = (unsigned int)d * d, groups = (size + lanes - 1) / lanes;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(ADDERS)
     if (low / d == high / d && high % d < low / d) return;  // all below the diagonal
     const unsigned int at = low + lane, r = at / d, c = at % d;
     const bool there = at < size && r <= c;
-    const long long first = firsts[piece], blocks = firsts[piece + 1] - first;
+    const long long first = firsts ? firsts[piece] : piece * each, blocks = firsts ? firsts[piece + 1] - first : each;
     const double *const from = partial + first * size + at;
     Counter<40> whole;
     double total = 0;
@@ -211,4 +211,28 @@ __global__ void __launch_bounds__(ADDERS)
     whole.finish(total, begun);
     double *const moment = out + (long long)piece * size;
     moment[at] = moment[c * d + r] = total;
+}
+
+// How uneven the directions of `rows` rows of each matrix are, by the upper triangles of their moments (items, d, d): to
+// `uneven` (items,). With columns scaled to unit norm and the moment C it is ‖C‖²/d − d/rows; a column of zeros has no
+// weight. The grid is (items,).
+__global__ void __launch_bounds__(ADDERS)
+    measure_unevenness(const double *moments, int d, double rows, double *uneven) {
+    __shared__ double sums[ADDERS];
+    const double *const G = moments + (long long)blockIdx.x * d * d;
+    double mine = 0;
+    for (int i = threadIdx.x / 32; i < d; i += ADDERS / 32) {
+        const double square = G[(long long)i * d + i], inverse = square == 0 ? 0.0 : 1.0 / square;
+        for (int j = i + threadIdx.x % 32; j < d; j += 32) {
+            const double entry = G[(long long)i * d + j], other = G[(long long)j * d + j];
+            const double part = entry * entry * (other == 0 ? 0.0 : 1.0 / other) * inverse;
+            mine += i == j ? part : 2 * part;
+        }
+    }
+    sums[threadIdx.x] = mine;
+    for (int half = ADDERS / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) uneven[blockIdx.x] = sums[0] / d - d / rows;
 }
