@@ -62,19 +62,17 @@ def largest_scores(
     out, and the last result tells whether chosen scores may then lie below it.
     """
     margin = _margin(factor)
-    chosen, starts, close = SELECT.largest(scores, present, size, margin)
-    if len(close):
-        taken = np.ones(len(close), np.bool_)
-        several = np.flatnonzero(np.diff(starts) > 1)  # a single one is the last of its set
-        if len(several):
-            again = rescore(starts, close)
-            missing = np.maximum(size - flag_counts(chosen), 0)
-            for item in several.tolist():
-                start, stop = starts[item : item + 2].tolist()
-                taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
-        SELECT.include(chosen, starts, close, taken)
-    among = ~chosen if present is None else present & ~chosen
-    starts, rows = SELECT.leaders(scores, among, margin)
+    chosen, close, leaders = SELECT.largest_and_left(scores, present, size, margin)
+    if leaders is None:
+        starts, rows = close
+        taken, again = np.ones(len(rows), np.bool_), rescore(starts, rows)
+        missing = np.maximum(size - flag_counts(chosen), 0)
+        for item in np.flatnonzero(np.diff(starts) > 1).tolist():  # a single one is the last of its set
+            start, stop = starts[item : item + 2].tolist()
+            taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
+        SELECT.include(chosen, starts, rows, taken)
+        leaders = SELECT.leaders(scores, ~chosen if present is None else present & ~chosen, margin)
+    starts, rows = leaders
     left, some = np.zeros(len(margin)), np.flatnonzero(np.diff(starts))
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])

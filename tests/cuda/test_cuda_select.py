@@ -135,9 +135,9 @@ def test_the_score_of_a_rank_for_every_rank() -> None:
         scores = np.array([numbers], kind)
         ranked = np.sort(scores[0])[::-1]  # NaN comes first
         for size in range(1, len(ranked)):
-            found = select_cuda._of_rank(scores, None, size)
+            found = select_cuda._bounds_of_rank(scores, None, size)[0]
             np.testing.assert_array_equal(found, ranked[size - 1 : size])
-        assert select_cuda._of_rank(scores, None, len(ranked)) == -np.inf
+        assert select_cuda._bounds_of_rank(scores, None, len(ranked))[0] == -np.inf
 
 
 def test_flags_are_set_and_maxima_found() -> None:

@@ -74,7 +74,7 @@ def measured_unevenness(rows: Rows) -> Float64:
     xp, (b, n, d) = namespace(), rows.shape
     moments, found = xp.empty((b, d, d)), xp.empty(b)
     _sum_blocks(rows, None, None, moments, "single", n)
-    launch("moments", "measure_unevenness", (), (b,), [moments, d, n, found], threads=_ADDERS)
+    launch("moments", "measure_unevenness", (), (b,), [moments, d, n, found], threads=_ADDERS, shared=8 * d)
     return to_numpy(found)
 
 

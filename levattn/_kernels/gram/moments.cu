@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 //
 // `parts` threads, a power of two, share an entry; each adds up FEW blocks, and they add up their sums in pairs.
 __global__ void __launch_bounds__(ADDERS)
-    add_blocks(const double *partial, const long long *firsts, long long each, int d, int parts, double *out) {
+    add_blocks(const double *partial, const long long *firsts, int each, int d, int parts, double *out) {
     __shared__ double sums[ADDERS];
     const int lanes = ADDERS / parts, lane = threadIdx.x % lanes, part = threadIdx.x / lanes;
     const unsigned int size = (unsigned int)d * d, groups = (size + lanes - 1) / lanes;
@@ -167,18 +167,19 @@ __global__ void __launch_bounds__(ADDERS)
     if (low / d == high / d && high % d < low / d) return;  // all below the diagonal
     const unsigned int at = low + lane, r = at / d, c = at % d;
     const bool there = at < size && r <= c;
-    const long long first = firsts ? firsts[piece] : piece * each, blocks = firsts ? firsts[piece + 1] - first : each;
+    const long long first = firsts ? firsts[piece] : (long long)piece * each;
+    const int blocks = firsts ? (int)(firsts[piece + 1] - first) : each;
     const double *const from = partial + first * size + at;
     Counter<40> whole;
     double total = 0;
     bool begun = false;
-    for (long long block = 0; block < blocks; block += parts * FEW) {
-        const long long mine = block + part * FEW;
+    for (int block = 0; block < blocks; block += parts * FEW) {
+        const int mine = block + part * FEW;
         double sum = 0;
         if (there && mine + FEW <= blocks) {
             double x[FEW];
 #pragma unroll
-            for (int i = 0; i < FEW; ++i) x[i] = from[(mine + i) * size];
+            for (int i = 0; i < FEW; ++i) x[i] = from[(long long)(mine + i) * size];
 #pragma unroll
             for (int step = 1; step < FEW; step *= 2)
 #pragma unroll
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(ADDERS)
             sum = x[0];
         } else if (there && mine < blocks) {
             Counter<3> counter;
-            for (long long i = mine; i < blocks; ++i) counter.add(from[i * size]);
+            for (int i = mine; i < blocks; ++i) counter.add(from[(long long)i * size]);
             bool some = false;
             counter.finish(sum, some);
         }
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(ADDERS)
             }
             if (part == 0) whole.add(sums[lane]);
         } else if (part == 0) {
-            const int full = (int)(blocks - block) / FEW;
+            const int full = (blocks - block) / FEW;
             Counter<4> counter;
             for (int i = 0; i < full; ++i) counter.add(sums[i * lanes + lane]);
             begun = (blocks - block) % FEW != 0;
@@ -215,20 +216,24 @@ __global__ void __launch_bounds__(ADDERS)
 
 // How uneven the directions of `rows` rows of each matrix are, by the upper triangles of their moments (items, d, d): to
 // `uneven` (items,). With columns scaled to unit norm and the moment C it is ‖C‖²/d − d/rows; a column of zeros has no
-// weight. The grid is (items,).
+// weight. The grid is (items,), with shared memory for d doubles.
 __global__ void __launch_bounds__(ADDERS)
     measure_unevenness(const double *moments, int d, double rows, double *uneven) {
+    DYNAMIC_SHARED(memory);
     __shared__ double sums[ADDERS];
+    double *const inverse = (double *)memory;  // of the squares of the columns
     const double *const G = moments + (long long)blockIdx.x * d * d;
+    for (int i = threadIdx.x; i < d; i += ADDERS) {
+        const double square = G[(long long)i * d + i];
+        inverse[i] = square == 0 ? 0.0 : 1.0 / square;
+    }
+    __syncthreads();
     double mine = 0;
-    for (int i = threadIdx.x / 32; i < d; i += ADDERS / 32) {
-        const double square = G[(long long)i * d + i], inverse = square == 0 ? 0.0 : 1.0 / square;
+    for (int i = threadIdx.x / 32; i < d; i += ADDERS / 32)
         for (int j = i + threadIdx.x % 32; j < d; j += 32) {
-            const double entry = G[(long long)i * d + j], other = G[(long long)j * d + j];
-            const double part = entry * entry * (other == 0 ? 0.0 : 1.0 / other) * inverse;
+            const double entry = G[(long long)i * d + j], part = entry * entry * inverse[j] * inverse[i];
             mine += i == j ? part : 2 * part;
         }
-    }
     sums[threadIdx.x] = mine;
     for (int half = ADDERS / 2; half; half /= 2) {
         __syncthreads();
