@@ -90,7 +90,9 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("sum_runs", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))),
     },
     "select": {
-        **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit", "bound_left"), _ONE_REAL),
+        **dict.fromkeys(
+            ("count_listed", "fill_listed", "count_digits", "choose_digit", "find_ranked", "bound_left"), _ONE_REAL
+        ),
         "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },

@@ -100,9 +100,7 @@ def _sent(*tables: Pieces) -> Iterator[Any]:
         at += table.size
 
 
-def _sum_blocks(
-    rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic, whole: int = 0
-) -> None:
+def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic, whole: int = 0) -> None:
     """Write the moments of the blocks of pieces.
 
     `pieces` and `firsts` are tables on the device, or None for the first `whole` rows of all matrices in order.
@@ -121,7 +119,10 @@ def _sum_blocks(
 
 
 def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
-    """Sum the blocks of each piece, `longest` or fewer (without `firsts` as many), in pairs, pairs of pairs, and so on."""
+    """Sum the blocks of each piece in pairs, pairs of pairs, and so on.
+
+    A piece has `longest` blocks or fewer; without `firsts` each has as many.
+    """
     pieces, d, _ = out.shape
     parts = min(_MOST_PARTS, 1 << max(0, -(-longest // _FEW) - 1).bit_length())
     grid = (pieces * -(-d * d // (_ADDERS // parts)),)

@@ -95,7 +95,7 @@ def gathered(array: Any, starts: Int64, indices: Any) -> Any:
 
 def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
     """Return the `size` largest scores, and list the scores too close to call."""
-    return threshold(scores, present, *_around(scores, present, size, margin, on_device(margin, np.float64)))
+    return threshold(scores, present, *_around(scores, present, size, margin, on_device(margin, np.float64))[1:])
 
 
 def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Any, Any]:
@@ -105,8 +105,8 @@ def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> t
     """
     xp, (b, n) = namespace(), scores.shape
     scores, present, margins = on_device(scores), on_device(present, np.bool_), on_device(margin, np.float64)
-    low, high = _around(scores, present, size, margin, margins)
-    chosen, least, room = xp.empty(scores.shape, np.bool_), xp.empty(b), _Room(b, n, 2)
+    least, low, high = _around(scores, present, size, margin, margins)
+    chosen, room = xp.empty(scores.shape, np.bool_), _Room(b, n, 2)
     close, left = (scores, present, None, low, high), (scores, present, chosen, least, None)
     room.count(close, 0, chosen)
     _bound_left(scores, present, margins, least, chosen, (room.begins[0], low, high))
@@ -167,11 +167,11 @@ def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
 
 
 def _around(scores: Any, present: Any, size: int, margin: Float64, margins: Any) -> Any:
-    """Return the bounds of scores too close to the last of the `size` largest; `margins` are on the device."""
+    """Return the last of the `size` largest scores and the bounds of those too close to it; see `_bounds_of_rank`."""
     if size:
-        return _bounds_of_rank(on_device(scores), present, size, margins)[1:]
+        return _bounds_of_rank(on_device(scores), present, size, margins)
     least = np.full(len(scores), np.inf)
-    return on_device(np.stack([least * (1 - margin), np.nextafter(least * (1 + margin), np.inf)]))
+    return on_device(np.stack([least, least * (1 - margin), np.nextafter(least * (1 + margin), np.inf)]))
 
 
 def _bounds_of_rank(scores: Any, present: Any, size: int, margins: Any = None) -> Any:
@@ -181,10 +181,12 @@ def _bounds_of_rank(scores: Any, present: Any, size: int, margins: Any = None) -
     """
     xp, real = namespace(), TYPES[scores.dtype.name]
     b, n = scores.shape
-    spans = -(-n // _SPAN)
-    zeros, bounds = xp.zeros(b * (1 + _DIGITS), np.uint64), xp.empty((3, b))
-    prefixes, counts, ranks = zeros[:b], zeros[b:], xp.empty(b, np.uint64)
-    flags = on_device(present, np.bool_)
+    bounds, spans, flags = xp.empty((3, b)), -(-n // _SPAN), on_device(present, np.bool_)
+    if spans <= 1:
+        launch("select", "find_ranked", (real,), (b,), [scores, flags, n, size, margins, bounds])
+        return bounds
+    zeros = xp.zeros(b * (2 + _DIGITS), np.uint64)
+    prefixes, ranks, counts = zeros[:b], zeros[b : 2 * b], zeros[2 * b :]
     shift = sum(_BITS[real])
     for i, bits in enumerate(_BITS[real]):
         shift -= bits

@@ -11,7 +11,8 @@ constexpr int ROUNDS = 8;                  // entries that a thread looks at
 constexpr int RUN = 32 * ROUNDS;           // consecutive entries of a warp
 constexpr int TILE = WARPS * RUN;          // of a block
 constexpr int SPAN = 32 * THREADS;         // entries whose digits a block counts
-constexpr int DIGITS = 2048;               // of 11 bits
+constexpr int DIGIT_BITS = 11;             // at most
+constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int OWN = DIGITS / THREADS;      // digits that a thread sums up
 constexpr int COPIED = 16;                 // rows that a block copies
 constexpr int SEEKERS = 1024;              // threads that look at a whole matrix
@@ -60,11 +61,57 @@ __device__ inline double number(unsigned long long bits, double) {
     return __longlong_as_double((long long)(bits >> 63 ? bits & ~(1ull << 63) : ~bits));
 }
 
-__device__ inline void write_bounds(double entry, long long item, const double *margins, double *bounds) {
-    bounds[item] = entry;
+// Count the next digits, of `bits` bits above `shift`, of entries from `start` to `stop` whose higher digits are `prefix`.
+template <typename Real>
+__device__ inline void add_digits(const Real *values, const unsigned char *present, long long start, long long stop,
+                                  unsigned long long prefix, int shift, int bits, unsigned int *found) {
+#pragma unroll 4
+    for (long long at = start + threadIdx.x; at < stop; at += THREADS) {
+        if (present && !present[at]) continue;
+        const unsigned long long key = ordered(values[at]) >> shift;
+        if (key >> bits == prefix) atomicAdd(&found[key & ((1ull << bits) - 1)], 1u);
+    }
+}
+
+// Give `use` the digit of the entry of a rank, counted from the largest, and its rank among the entries with that digit; in
+// one thread. The counts (DIGITS,) become 0. Return false for a rank of 0, and at `first` if there are no more entries.
+template <typename Count, typename Use>
+__device__ inline bool find_digit(Count *counts, unsigned long long rank, bool first, unsigned long long *sums, Use use) {
+    Count *const mine = counts + DIGITS - 1 - (int)threadIdx.x * OWN;
+    Count own[OWN];
+    unsigned long long total = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        own[i] = mine[-i];
+        mine[-i] = 0;
+        total += own[i];
+    }
+    sums[threadIdx.x] = total;
+    for (int step = 1; step < THREADS; step *= 2) {
+        __syncthreads();
+        const unsigned long long before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+        __syncthreads();
+        sums[threadIdx.x] += before;
+    }
+    __syncthreads();
+    if (rank == 0 || (first && rank >= sums[THREADS - 1])) return false;
+    unsigned long long before = sums[threadIdx.x] - total;
+    if (rank <= before || rank > before + total) return true;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        if (rank > before && rank <= before + own[i]) use(DIGITS - 1 - (int)threadIdx.x * OWN - i, rank - before);
+        before += own[i];
+    }
+    return true;
+}
+
+// Write the entry of a rank of this block's matrix to the first row of `bounds`, and with margins the bounds around it.
+__device__ inline void write_bounds(double entry, const double *margins, double *bounds) {
+    double *const to = bounds + blockIdx.x;
+    *to = entry;
     if (!margins) return;
-    bounds[gridDim.x + item] = entry * (1 - margins[item]);
-    bounds[2 * gridDim.x + item] = upward(entry * (1 + margins[item]));
+    to[gridDim.x] = entry * (1 - margins[blockIdx.x]);
+    to[2 * gridDim.x] = upward(entry * (1 + margins[blockIdx.x]));
 }
 
 }  // namespace
@@ -173,15 +220,9 @@ __global__ void __launch_bounds__(THREADS)
     __shared__ unsigned int found[DIGITS];
     const long long item = blockIdx.x / spans, matrix = item * n;
     const long long start = blockIdx.x % spans * SPAN, stop = min(start + SPAN, n);
-    const unsigned long long prefix = prefixes[item];
     for (int i = threadIdx.x; i < DIGITS; i += THREADS) found[i] = 0;
     __syncthreads();
-#pragma unroll 4
-    for (long long at = start + threadIdx.x; at < stop; at += THREADS) {
-        if (present && !present[matrix + at]) continue;
-        const unsigned long long key = ordered(values[matrix + at]) >> shift;
-        if (key >> bits == prefix) atomicAdd(&found[key & ((1ull << bits) - 1)], 1u);
-    }
+    add_digits(values, present, matrix + start, matrix + stop, prefixes[item], shift, bits, found);
     __syncthreads();
     for (int i = threadIdx.x; i < DIGITS; i += THREADS)
         if (found[i]) atomicAdd(&counts[item * DIGITS + i], (unsigned long long)found[i]);
@@ -197,43 +238,48 @@ __global__ void __launch_bounds__(THREADS)
     choose_digit(unsigned long long *counts, unsigned long long *prefixes, unsigned long long *ranks, long long size, int bits,
                  bool first, bool last, const double *margins, double *bounds) {
     __shared__ unsigned long long sums[THREADS];
+    __shared__ double entry;
     const long long item = blockIdx.x;
-    unsigned long long *const mine = counts + item * DIGITS + DIGITS - 1 - (long long)threadIdx.x * OWN;
-    unsigned long long own[OWN], total = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        own[i] = mine[-i];
-        mine[-i] = 0;
-        total += own[i];
-    }
-    sums[threadIdx.x] = total;
-    for (int step = 1; step < THREADS; step *= 2) {
-        __syncthreads();
-        const unsigned long long before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-        __syncthreads();
-        sums[threadIdx.x] += before;
-    }
-    __syncthreads();
     const unsigned long long rank = first ? (unsigned long long)size : ranks[item], prefix = prefixes[item];
+    if (threadIdx.x == 0) entry = -infinite();
+    const bool some = find_digit(counts + item * DIGITS, rank, first, sums, [&](int digit, unsigned long long left) {
+        prefixes[item] = prefix << bits | (unsigned long long)digit;
+        ranks[item] = left;
+        entry = number(prefix << bits | (unsigned long long)digit, Real());
+    });
+    if (!some && threadIdx.x == 0) ranks[item] = 0;
     __syncthreads();
-    if (rank == 0 || (first && rank >= sums[THREADS - 1])) {
-        if (threadIdx.x) return;
-        ranks[item] = 0;
-        if (last) write_bounds(-infinite(), item, margins, bounds);
-        return;
+    if (last && threadIdx.x == 0) write_bounds(entry, margins, bounds);
+}
+
+// The entries of rank `size`, and bounds around them, as `choose_digit` completes them, of matrices with at most SPAN
+// entries. The grid is b.
+template <typename Real>
+__global__ void __launch_bounds__(THREADS)
+    find_ranked(const Real *values, const unsigned char *present, long long n, long long size, const double *margins,
+                double *bounds) {
+    __shared__ unsigned int found[DIGITS];
+    __shared__ unsigned long long sums[THREADS], prefix, rank;
+    __shared__ double entry;
+    for (int i = threadIdx.x; i < DIGITS; i += THREADS) found[i] = 0;
+    if (threadIdx.x == 0) prefix = 0, rank = (unsigned long long)size, entry = -infinite();
+    bool first = true;
+    for (int shift = 8 * sizeof(Real); shift; first = false) {
+        const int bits = min(DIGIT_BITS, shift);
+        shift -= bits;
+        __syncthreads();
+        const unsigned long long higher = prefix, wanted = rank;
+        add_digits(values, present, blockIdx.x * n, blockIdx.x * n + n, higher, shift, bits, found);
+        __syncthreads();
+        const bool some = find_digit(found, wanted, first, sums, [&](int digit, unsigned long long left) {
+            prefix = higher << bits | (unsigned long long)digit;
+            rank = left;
+            entry = number(prefix, Real());
+        });
+        if (!some) break;
     }
-    unsigned long long before = sums[threadIdx.x] - total;
-    if (rank <= before || rank > before + total) return;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        if (rank > before && rank <= before + own[i]) {
-            const unsigned long long key = prefix << bits | (unsigned long long)(DIGITS - 1 - threadIdx.x * OWN - i);
-            prefixes[item] = key;
-            ranks[item] = rank - before;
-            if (last) write_bounds(number(key, Real()), item, margins, bounds);
-        }
-        before += own[i];
-    }
+    __syncthreads();
+    if (threadIdx.x == 0) write_bounds(entry, margins, bounds);
 }
 
 // A number below which no entry is the largest of its matrix, among those that are `present` (b, n) and not in `chosen`:
