@@ -122,7 +122,7 @@ COSTS: dict[str, tuple[tuple[int, int, int], dict[str, Make]]] = {
         },
     ),
     "sets of a given size": (
-        (30, 4, 8 * 32),
+        (16, 3, 8 * 32),
         {"`universal_set` of a given size": of_keys(lambda K: levattn.universal_set(K, size=64))},
     ),
     "streams": (

@@ -84,7 +84,7 @@ def _common_length(pieces: bytes) -> int:
     table = np.frombuffer(pieces, np.int64).reshape(-1, 4)
     whole = int(table[0, 3]) if len(table) else 0
     plain = [[item, 0, whole] for item in range(len(table))]
-    return whole if table[:, 1:].tolist() == plain else 0
+    return whole if whole < 1 << 31 and table[:, 1:].tolist() == plain else 0
 
 
 def _first_blocks(pieces: Pieces) -> Pieces:
