@@ -73,7 +73,7 @@ def largest_scores(
         SELECT.include(chosen, starts, rows, taken)
         leaders = SELECT.leaders(scores, ~chosen if present is None else present & ~chosen, margin)
     starts, rows = leaders
-    left, some = np.zeros(len(margin)), np.flatnonzero(np.diff(starts))
+    left, some = np.zeros(len(margin)), np.flatnonzero(starts[1:] - starts[:-1])
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
     slack = 4 * factor.error
@@ -106,7 +106,7 @@ def rescored_all(
             taken[item, : stop - start] = weights[item, listed[start:stop]]
     found, _ = factor.exactly().on(Rows(keys, matrices.format, there, weights=taken)).scores(as_float64=True)
     scores = to_numpy(found)
-    return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
+    return np.asarray(scores[np.arange(scores.shape[1]) < (starts[1:] - starts[:-1])[:, None]])
 
 
 def _margin(factor: Factor) -> Float64:

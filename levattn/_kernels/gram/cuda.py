@@ -15,7 +15,7 @@ import numpy as np
 
 from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64
-from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
+from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device, stored, with_steps
 from levattn._kernels.gram.cuda_tensor import has_tensor_products, listed_items, tensor_moments, tensor_squares
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
@@ -236,7 +236,7 @@ def _square_rows(
         return
     n = rows.shape[1]
     matrices, listed = on_device(W, np.float64), listed_items(rows, items)
-    types = key_type(rows), TYPES[out.dtype.name]
+    types = key_type(rows), stored(out.dtype)
     arguments = key_arguments(rows)
     for before in range(0, len(items), MOST_SLABS):
         tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1), packed]

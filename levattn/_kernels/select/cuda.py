@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import to_numpy
 from levattn._core.types import Float64, Int64
-from levattn._kernels.cuda_source import TYPES, WORDS, launch, namespace, on_device, with_steps
+from levattn._kernels.cuda_source import WORDS, launch, namespace, on_device, stored, with_steps
 
 _TILE = 2048  # entries that a block lists
 _SPAN = 8192  # entries whose digits a block counts
@@ -36,16 +36,16 @@ def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int6
     here = isinstance(low, np.ndarray) and isinstance(high, np.ndarray)  # then both are one copy to the device
     bounds = on_device(np.stack([low, high]), np.float64) if here else [on_device(x, np.float64) for x in (low, high)]
     given = on_device(scores), on_device(present, np.bool_), None, bounds[0], bounds[1]
-    room = _Room(b, n, 1)
+    room = _Lists(b, n, 1)
     room.count(given, 0, chosen)
     starts = to_numpy(room.begins[0])
     return chosen, starts, room.listed(given, 0, int(starts[-1]))
 
 
-class _Room:
+class _Lists:
     """Where lists are made: the counts of each tile, and for each of some lists the places of its tiles and matrices.
 
-    What is `given` are the scores, flags of those that are present and of those that are not, and their bounds.
+    A call is `given` the scores, the flags of those that take part and of those that do not, and two bounds.
     """
 
     def __init__(self, b: int, n: int, lists: int) -> None:
@@ -58,7 +58,7 @@ class _Room:
     def count(self, given: tuple[Any, ...], index: int, chosen: Any) -> None:
         """Find how long the lists of the matrices are, and write the flags of scores above the bounds, if wanted."""
         tail = self.n, self.tiles, chosen, self.counts
-        kinds, places = (TYPES[given[0].dtype.name],), (self.offsets[index], self.begins[index])
+        kinds, places = (stored(given[0].dtype),), (self.offsets[index], self.begins[index])
         launch("select", "count_listed", kinds, (self.b * self.tiles,), [*given, *tail])
         launch("select", "find_places", (), (1,), [self.counts, self.b, self.tiles, *places])
 
@@ -66,7 +66,7 @@ class _Room:
         """Return the lists, whose lengths sum to `size`."""
         indices = namespace().empty(size, np.int64)
         grid, tail = (self.b * self.tiles if size else 0,), (self.n, self.tiles, self.offsets[index], indices)
-        launch("select", "fill_listed", (TYPES[given[0].dtype.name],), grid, [*given, *tail])
+        launch("select", "fill_listed", (stored(given[0].dtype),), grid, [*given, *tail])
         return indices
 
 
@@ -106,7 +106,7 @@ def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> t
     xp, (b, n) = namespace(), scores.shape
     scores, present, margins = on_device(scores), on_device(present, np.bool_), on_device(margin, np.float64)
     least, low, high = _around(scores, present, size, margin, margins)
-    chosen, room = xp.empty(scores.shape, np.bool_), _Room(b, n, 2)
+    chosen, room = xp.empty(scores.shape, np.bool_), _Lists(b, n, 2)
     close, left = (scores, present, None, low, high), (scores, present, chosen, least, None)
     room.count(close, 0, chosen)
     _bound_left(scores, present, margins, least, chosen, (room.begins[0], low, high))
@@ -120,7 +120,7 @@ def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> t
 def leaders(scores: Any, among: Any, margin: Float64) -> tuple[Int64, Any]:
     """List the scores that may be the largest among some keys."""
     scores, among, margins = on_device(scores), on_device(among, np.bool_), on_device(margin, np.float64)
-    least, room = namespace().empty(len(scores)), _Room(*scores.shape, 1)
+    least, room = namespace().empty(len(scores)), _Lists(len(scores), scores.shape[1], 1)
     _bound_left(scores, among, margins, least, None, (None, None, None))
     given = scores, among, None, least, None
     room.count(given, 0, None)
@@ -132,7 +132,7 @@ def _bound_left(scores: Any, present: Any, margins: Any, least: Any, chosen: Any
     """Write bounds of the leaders among scores that are not chosen; see `bound_left` in select.cu."""
     b, n = scores.shape
     arguments = [scores, present, *close, n, margins, chosen, least]
-    launch("select", "bound_left", (TYPES[scores.dtype.name],), (b,), arguments, threads=_SEEKERS)
+    launch("select", "bound_left", (stored(scores.dtype),), (b,), arguments, threads=_SEEKERS)
 
 
 def include(chosen: Any, starts: Int64, indices: Any, which: npt.NDArray[np.bool_]) -> None:
@@ -153,7 +153,7 @@ def maxima(scores: Any, among: Any) -> Float64:
 
 def stacked(keys: Any, starts: Int64, indices: Any) -> tuple[Any, Any]:
     """Return the listed rows as a batch, and flags of its filled rows."""
-    xp, counts = namespace(), np.diff(starts)
+    xp, counts = namespace(), starts[1:] - starts[:-1]
     width = int(counts.max(initial=0))
     whole = bool((counts == width).all())
     out = (xp.empty if whole else xp.zeros)((len(counts), width, keys.shape[2]), keys.dtype)
@@ -179,7 +179,7 @@ def _bounds_of_rank(scores: Any, present: Any, size: int, margins: Any = None) -
 
     It is the first row of an array (3, b). With margins on the device, the other rows are bounds around it.
     """
-    xp, real = namespace(), TYPES[scores.dtype.name]
+    xp, real = namespace(), stored(scores.dtype)
     b, n = scores.shape
     bounds, spans, flags = xp.empty((3, b)), -(-n // _SPAN), on_device(present, np.bool_)
     if spans <= 1:
