@@ -72,10 +72,10 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Any | None = None, arithmetic:
 def measured_unevenness(rows: Rows) -> Float64:
     """Return how uneven the directions of a few rows of each matrix are, (b,); they are one block at most."""
     xp, (b, n, d) = namespace(), rows.shape
-    moments, found = xp.empty((b, d, d)), xp.empty(b)
+    moments, found = xp.empty((b, d, d)), xp.empty(b * (1 + d))
     _sum_blocks(rows, None, None, moments, "single", n)
-    launch("moments", "measure_unevenness", (), (b,), [moments, d, n, found], threads=_ADDERS, shared=8 * d)
-    return to_numpy(found)
+    launch("moments", "measure_unevenness", (), (b,), [moments, d, n, found], threads=_ADDERS)
+    return to_numpy(found[:b])
 
 
 @lru_cache(16)

@@ -36,9 +36,8 @@ def has_tensor_products(rows: Rows, width: int = 1) -> bool:
 def listed_items(rows: Rows, items: Any) -> Any:
     """Return a list of matrices on the device, or None where they are all matrices in order."""
     listed = np.asarray(items, np.int64)
-    if listed.tolist() == list(range(rows.shape[0])):
-        return None
-    return on_device(listed)
+    b = rows.shape[0]
+    return None if len(listed) == b and (listed == np.arange(b)).all() else on_device(listed)
 
 
 def tensor_moments(rows: Rows, arguments: list[Any], blocks: int) -> None:

@@ -215,13 +215,12 @@ __global__ void __launch_bounds__(ADDERS)
 }
 
 // How uneven the directions of `rows` rows of each matrix are, by the upper triangles of their moments (items, d, d): to
-// `uneven` (items,). With columns scaled to unit norm and the moment C it is ‖C‖²/d − d/rows; a column of zeros has no
-// weight. The grid is (items,), with shared memory for d doubles.
+// `uneven` (items,), after which there is room for items · d numbers. With columns scaled to unit norm and the moment C it
+// is ‖C‖²/d − d/rows; a column of zeros has no weight. The grid is (items,).
 __global__ void __launch_bounds__(ADDERS)
     measure_unevenness(const double *moments, int d, double rows, double *uneven) {
-    DYNAMIC_SHARED(memory);
     __shared__ double sums[ADDERS];
-    double *const inverse = (double *)memory;  // of the squares of the columns
+    double *const inverse = uneven + gridDim.x + (long long)blockIdx.x * d;  // of the squares of the columns
     const double *const G = moments + (long long)blockIdx.x * d * d;
     for (int i = threadIdx.x; i < d; i += ADDERS) {
         const double square = G[(long long)i * d + i];

@@ -45,7 +45,7 @@ def threshold(scores: Any, present: Any, low: Any, high: Any) -> tuple[Any, Int6
 class _Lists:
     """Where lists are made: the counts of each tile, and for each of some lists the places of its tiles and matrices.
 
-    A call is `given` the scores, the flags of those that take part and of those that do not, and two bounds.
+    Each call is `given` the scores, flags of keys that take part, flags of keys that are left out, and two bounds.
     """
 
     def __init__(self, b: int, n: int, lists: int) -> None:
