@@ -320,10 +320,8 @@ def factor_moments(
     batch.counts_null_directions = plain
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~sound)
-    if not len(hard):
-        return batch.factor()
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
-    if batch.factor_sparse(G, target, single=narrow and n >= BLOCK):
+    if not len(hard) or batch.factor_sparse(G, target, single=narrow and n >= BLOCK):
         return batch.factor()
     few = n <= _FEW_ROWS * d
     if on_cuda(G) and penalty is None and not few:
