@@ -246,9 +246,7 @@ class Matrices:
     def wrap(self, array: Any) -> Any:
         """Return (b, ...) as (batch..., ...) in the caller's kind."""
         shape = (*self.batch, *array.shape[1:])
-        if isinstance(array, np.ndarray):
-            return self.give_back(array.reshape(shape))
-        return self.give_back(array_namespace(array).reshape(array, shape))
+        return self.give_back(with_shape(array, shape))
 
 
 def on_cuda(array: Any) -> bool:
@@ -274,7 +272,7 @@ def array_namespace(*arrays: Any) -> Any:
 
 def with_shape(array: Any, shape: tuple[int, ...]) -> Any:
     """Return an array of any library with another shape."""
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) or on_cuda(array):
         return array.reshape(shape)
     return array_namespace(array).reshape(array, shape)
 
@@ -418,8 +416,7 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
         raise ValueError(f"{name} has shape {tuple(data.shape)}; expected at least one column (d >= 1)")
     batch = tuple(int(size) for size in data.shape[:-2])
     shape = (math.prod(batch), int(data.shape[-2]), int(data.shape[-1]))
-    data = array_namespace(data).reshape(data, shape)
-    return Matrices(data, batch, kind, give_back)
+    return Matrices(with_shape(data, shape), batch, kind, give_back)
 
 
 def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -203,6 +203,11 @@ class _Handle:
         return 0, self.handle
 
 
+@cache
+def _device_of_torch(device: int) -> Any:
+    return sys.modules["torch"].device("cuda", device)
+
+
 def _memory_of_torch(size: int) -> Any:
     """Return torch's memory on the current device, for CuPy; it goes back to torch when CuPy releases it.
 
@@ -211,7 +216,7 @@ def _memory_of_torch(size: int) -> Any:
     cuda, torch = sys.modules["cupy"].cuda, sys.modules["torch"]
     device = cuda.runtime.getDevice()
     # within torch.func new tensors are wrapped, and a wrapper has no memory
-    tensor = without_wrappers(torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device)))
+    tensor = without_wrappers(torch.empty(size, dtype=torch.uint8, device=_device_of_torch(device)))
     return cuda.MemoryPointer(cuda.UnownedMemory(tensor.data_ptr(), size, tensor, device), 0)
 
 

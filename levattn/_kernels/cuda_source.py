@@ -73,7 +73,7 @@ _NEAR = (("float", "float"), *_HALVES, ("Half", "Half"), ("Bfloat", "Bfloat"))
 
 # source -> kernel -> its types; () for a kernel that is not a template
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
-    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),)},
+    "moments": {"moment_blocks": tuple((key,) for key in _KEYS), "add_blocks": ((),), "measure_unevenness": ((),)},
     "products": {
         "square_rows": tuple(product(_KEYS, _REALS)),
         "rows_in_basis": tuple((key, exact) for key in _KEYS for exact in ("false", "true")),
@@ -95,7 +95,9 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("sum_runs", "multiply_rows", "transform_rows"), tuple(product(_KEYS, _REALS))),
     },
     "select": {
-        **dict.fromkeys(("count_listed", "fill_listed", "count_digits", "choose_digit"), _ONE_REAL),
+        **dict.fromkeys(
+            ("count_listed", "fill_listed", "count_digits", "choose_digit", "find_ranked", "bound_left"), _ONE_REAL
+        ),
         "find_places": ((),),
         "gather_rows": tuple((word,) for word in WORDS.values()),
     },

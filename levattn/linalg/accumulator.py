@@ -61,8 +61,11 @@ def second_moments(
     there.
     """
     _, n, d = rows.shape
+    longest = GRAM.longest_run(rows, len(items))
+    if on_cuda(rows.keys) and 0 < n <= BLOCK << longest:  # a device adds up any number of blocks in the same order
+        return GRAM.moments(rows, _whole_matrices(n, tuple(items)), basis=basis, arithmetic=arithmetic)
     shares = _cpu().shares(rows, len(items)) if isinstance(rows.keys, np.ndarray) else 1
-    runs, levels = pieces_of(n, GRAM.longest_run(rows, len(items)), shares)
+    runs, levels = pieces_of(n, longest, shares)
     listed = [(slot, item, *run) for slot, item in enumerate(items) for run in runs]
     pieces: Pieces = np.array(listed, np.int64).reshape(-1, 4)
     whole: PairwiseSum[Any] = PairwiseSum(owned=True)
@@ -79,6 +82,12 @@ def second_moments(
                 whole.add(parts[:, index], level)
         total = whole.total(tail)
     return np.zeros((len(items), d, d)) if total is None else total
+
+
+@lru_cache(16)
+def _whole_matrices(n: int, items: tuple[int, ...]) -> Pieces:
+    """Return pieces, not to be written to, that are matrices of n rows each."""
+    return np.array([(slot, item, 0, n) for slot, item in enumerate(items)], np.int64).reshape(-1, 4)
 
 
 def diagonals(G: Float64) -> Float64:

@@ -321,7 +321,7 @@ def factor_moments(
     added = np.zeros((b, d)) if penalty is None else penalty
     hard = np.flatnonzero(~sound)
     bases = {item: (basis, H) for item, (basis, H, _) in begun.items()}
-    if len(hard) and batch.factor_sparse(G, target, single=narrow and n >= BLOCK):
+    if not len(hard) or batch.factor_sparse(G, target, single=narrow and n >= BLOCK):
         return batch.factor()
     few = n <= _FEW_ROWS * d
     if on_cuda(G) and penalty is None and not few:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
+from levattn._core.arrays import on_cuda, to_device, to_numpy
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, Rows
@@ -96,16 +96,16 @@ def _isotropic(sample: Rows) -> npt.NDArray[np.bool_]:
         from levattn._kernels.gram.cpu import unevenness  # keys are in main memory
 
         return np.asarray(unevenness(sample) <= ISOTROPIC)
+    if on_cuda(sample.keys):
+        from levattn._kernels.gram.cuda import measured_unevenness  # b figures come from a device, not b moments
+
+        return np.asarray(measured_unevenness(sample) <= ISOTROPIC)
     G = moments_of_items(sample, range(sample.shape[0]), arithmetic="single")
-    xp = array_namespace(G)  # from a device come b figures, not b moments
     with np.errstate(all="ignore"):  # matrices that are not finite are not isotropic
-        diagonal = G.diagonal(axis1=1, axis2=2)
-        inverse = xp.where(diagonal == 0, 0.0, 1 / diagonal)  # a column that is zero in the sample has no weight
-        if on_cuda(G):
-            weighted = (G * G * inverse[:, None, :]).sum(axis=2)
-        else:  # threads of BLAS would go on spinning beside the pass of moments
-            weighted = np.einsum("bij,bj->bi", np.square(G), inverse)
-        squares = to_numpy((inverse * weighted).sum(axis=1))
+        diagonal = np.diagonal(G, axis1=1, axis2=2)
+        inverse = np.where(diagonal == 0, 0.0, 1 / diagonal)  # a column that is zero in the sample has no weight
+        # threads of BLAS would go on spinning beside the pass of moments
+        squares = (inverse * np.einsum("bij,bj->bi", np.square(G), inverse)).sum(axis=1)
     return np.asarray(squares / d - d / _SAMPLE <= ISOTROPIC)
 
 

@@ -62,20 +62,18 @@ def largest_scores(
     out, and the last result tells whether chosen scores may then lie below it.
     """
     margin = _margin(factor)
-    chosen, starts, close = SELECT.largest(scores, present, size, margin)
-    if len(close):
-        taken = np.ones(len(close), np.bool_)
-        several = np.flatnonzero(np.diff(starts) > 1)  # a single one is the last of its set
-        if len(several):
-            again = rescore(starts, close)
-            missing = np.maximum(size - flag_counts(chosen), 0)
-            for item in several.tolist():
-                start, stop = starts[item : item + 2].tolist()
-                taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
-        SELECT.include(chosen, starts, close, taken)
-    among = ~chosen if present is None else present & ~chosen
-    starts, rows = SELECT.leaders(scores, among, margin)
-    left, some = np.zeros(len(margin)), np.flatnonzero(np.diff(starts))
+    chosen, close, leaders = SELECT.largest_and_left(scores, present, size, margin)
+    if leaders is None:
+        starts, rows = close
+        taken, again = np.ones(len(rows), np.bool_), rescore(starts, rows)
+        missing = np.maximum(size - flag_counts(chosen), 0)
+        for item in np.flatnonzero(np.diff(starts) > 1).tolist():  # a single one is the last of its set
+            start, stop = starts[item : item + 2].tolist()
+            taken[start + np.argsort(-again[start:stop], kind="stable")[missing[item] :]] = False
+        SELECT.include(chosen, starts, rows, taken)
+        leaders = SELECT.leaders(scores, ~chosen if present is None else present & ~chosen, margin)
+    starts, rows = leaders
+    left, some = np.zeros(len(margin)), np.flatnonzero(starts[1:] - starts[:-1])
     if len(some):
         left[some] = np.maximum.reduceat(rescore(starts, rows), starts[some])
     slack = 4 * factor.error
@@ -108,7 +106,7 @@ def rescored_all(
             taken[item, : stop - start] = weights[item, listed[start:stop]]
     found, _ = factor.exactly().on(Rows(keys, matrices.format, there, weights=taken)).scores(as_float64=True)
     scores = to_numpy(found)
-    return np.asarray(scores[np.arange(scores.shape[1]) < np.diff(starts)[:, None]])
+    return np.asarray(scores[np.arange(scores.shape[1]) < (starts[1:] - starts[:-1])[:, None]])
 
 
 def _margin(factor: Factor) -> Float64:

@@ -106,6 +106,19 @@ def in_order(terms: Any) -> Any:
 
 
 @pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("d", [1, 7, 70, 600])
+def test_how_uneven_directions_are(d: int) -> None:
+    K = np.random.default_rng(d).standard_normal((3, 40, d)) * np.geomspace(1, 1e-3, d)
+    K[1, :, d // 2] = 0
+    K[2, 5, 0] = np.nan
+    found = gram_cuda.measured_unevenness(Rows(K, "float64"))
+    assert np.isnan(found[2])
+    for keys, figure in zip(K[:2], found, strict=False):
+        C = keys / np.maximum(np.sqrt((keys**2).sum(axis=0)), 1e-300)
+        np.testing.assert_allclose(figure, (np.square(C.T @ C)).sum() / d - d / 40, rtol=1e-12 * d, atol=1e-12 * d)
+
+
+@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("d", [1, 3, 23])
 def test_blocks_are_added_up_in_one_order(d: int) -> None:
     counts = (0, 1, 2, 3, 5, 8, 511, 512, 513, 1000) if d < 4 else (9, 0, 130)

@@ -129,15 +129,37 @@ def test_the_largest_are_those_of_the_definition(case: Any, data: st.DataObject)
         assert set(best) <= set(sure) | set(lists)
 
 
+@examples(60)
+@given(case=scored(), data=st.data())
+def test_the_largest_and_what_leads_the_others_are_those_of_the_definition(case: Any, data: st.DataObject) -> None:
+    scores, present = case
+    b, n = scores.shape
+    size = data.draw(st.sampled_from([0, 1, 2, n // 2, max(n - 1, 0), n, n + 1]))
+    margin = np.full(b, data.draw(st.sampled_from([0.0, 1e-9, 1e-5, 0.5])))
+
+    def found(table: Any) -> tuple[Any, ...]:
+        chosen, close, left = table.largest_and_left(scores, present, size, margin)
+        assert (close is None) == (left is not None)
+        return chosen, np.array(close is None), *(close or left)
+
+    with np.errstate(invalid="ignore"):
+        chosen, called, *lists = in_orders(found, select_cuda)
+        expected, sure, *others = found(definition)
+    assert called == sure
+    assert as_lists(*lists) == as_lists(*others)
+    if sure:  # else scores that are alone with the last may count or not
+        np.testing.assert_array_equal(chosen, expected)
+
+
 def test_the_score_of_a_rank_for_every_rank() -> None:
     numbers = [0.5, 0.25, 0.25, np.nextafter(0.25, 1), 0, -0.0, 2.0**-1074, 1e-300, -1, np.nan, np.inf, -np.inf]
     for kind in (np.float64, np.float32):
         scores = np.array([numbers], kind)
         ranked = np.sort(scores[0])[::-1]  # NaN comes first
         for size in range(1, len(ranked)):
-            found = select_cuda._of_rank(scores, None, size)
+            found = select_cuda._bounds_of_rank(scores, None, size)[0]
             np.testing.assert_array_equal(found, ranked[size - 1 : size])
-        assert select_cuda._of_rank(scores, None, len(ranked)) == -np.inf
+        assert select_cuda._bounds_of_rank(scores, None, len(ranked))[0] == -np.inf
 
 
 def test_flags_are_set_and_maxima_found() -> None:

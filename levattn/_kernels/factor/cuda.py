@@ -80,7 +80,7 @@ class _Rebased:
 def inverse_cholesky(G: Any, shift: float = 0.0, *, limit: Any = None) -> _Inverses:
     """Return W on the device, and its figures in main memory."""
     G = on_device(G)
-    limits = np.broadcast_to(np.inf if limit is None else limit, len(G))
+    limits = limit if isinstance(limit, np.ndarray) else np.full(len(G), np.inf if limit is None else limit)
     if G.shape[1] < _WIDE:
         W, figures = _whole(G, shift, limits)
         return _Inverses(W, to_numpy(figures))

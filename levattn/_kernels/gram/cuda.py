@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from levattn._kernels.cuda_source import THREADS, TYPES, launch, namespace, on_device, with_steps
-from levattn._kernels.gram.cuda_tensor import has_tensor_products, tensor_moments, tensor_squares
+from levattn._core.arrays import to_numpy
+from levattn._core.types import Float64
+from levattn._kernels.cuda_source import THREADS, launch, namespace, on_device, stored, with_steps
+from levattn._kernels.gram.cuda_tensor import has_tensor_products, listed_items, tensor_moments, tensor_squares
 from levattn._kernels.rows import BLOCK, Arithmetic, Pieces, Rows
 from levattn._kernels.rows.cuda import MOST_SLABS, key_arguments, key_type
 
@@ -28,6 +31,7 @@ _SCORE_ROWS = 128  # of a block of threads
 _TOGETHER = 4  # rows that a thread multiplies by a basis
 
 _ROOM = 1 << 28  # bytes of scratch besides the keys
+_MANY = 1024  # pieces, beside which the copy of a table takes little time
 
 
 def longest_run(rows: Rows, _items: int) -> int:
@@ -39,9 +43,16 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Any | None = None, arithmetic:
     """Return the second moment of each piece's rows, (t, d, d)."""
     xp, d = namespace(), rows.shape[2]
     out = xp.empty((len(pieces), d, d))
+    fit = max(1, _ROOM // (8 * d * d))
+    whole = _common_length(pieces.tobytes()) if basis is None and len(pieces) <= _MANY else 0
+    each = -(-whole // BLOCK)
+    if whole and each * len(pieces) <= fit:  # as in most calls: no table goes to the device
+        partial = xp.empty((each * len(pieces), d, d))
+        _sum_blocks(rows, None, None, partial, arithmetic, whole)
+        _add_blocks(partial, None, each, out)
+        return out
     bases = on_device(basis, np.float64)
     firsts = _first_blocks(pieces)
-    fit = max(1, _ROOM // (8 * d * d))
     at = 0
     while at < len(pieces):
         stop = max(at + 1, int(np.searchsorted(firsts, firsts[at] + fit, "right")) - 1)
@@ -58,6 +69,24 @@ def moments(rows: Rows, pieces: Pieces, *, basis: Any | None = None, arithmetic:
     return out
 
 
+def measured_unevenness(rows: Rows) -> Float64:
+    """Return how uneven the directions of a few rows of each matrix are, (b,); they are one block at most."""
+    xp, (b, n, d) = namespace(), rows.shape
+    moments, found = xp.empty((b, d, d)), xp.empty(b * (1 + d))
+    _sum_blocks(rows, None, None, moments, "single", n)
+    launch("moments", "measure_unevenness", (), (b,), [moments, d, n, found], threads=_ADDERS)
+    return to_numpy(found[:b])
+
+
+@lru_cache(16)
+def _common_length(pieces: bytes) -> int:
+    """Return the number of rows of pieces that are the first rows of all matrices in order, or 0 for other pieces."""
+    table = np.frombuffer(pieces, np.int64).reshape(-1, 4)
+    whole = int(table[0, 3]) if len(table) else 0
+    plain = [[item, 0, whole] for item in range(len(table))]
+    return whole if whole < 1 << 31 and table[:, 1:].tolist() == plain else 0
+
+
 def _first_blocks(pieces: Pieces) -> Pieces:
     """Return the number of the first block of each piece, and at the end the count of blocks, (t + 1,)."""
     return np.concatenate([[0], np.cumsum(-(-(pieces[:, 3] - pieces[:, 2]) // BLOCK))])
@@ -71,10 +100,14 @@ def _sent(*tables: Pieces) -> Iterator[Any]:
         at += table.size
 
 
-def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic) -> None:
-    """Write the moments of the blocks of pieces; `pieces` and `firsts` are tables on the device."""
+def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: Arithmetic, whole: int = 0) -> None:
+    """Write the moments of the blocks of pieces.
+
+    `pieces` and `firsts` are tables on the device, or None for the first `whole` rows of all matrices in order.
+    """
     count, d, _ = partial.shape
-    arguments = [*key_arguments(rows), pieces, firsts, len(firsts) - 1, BLOCK, partial]
+    listed = 0 if firsts is None else len(firsts) - 1
+    arguments = [*key_arguments(rows), pieces, firsts, listed, whole, BLOCK, partial]
     if arithmetic == "single" and has_tensor_products(rows):
         tensor_moments(rows, arguments, count)
         return
@@ -86,11 +119,14 @@ def _sum_blocks(rows: Rows, pieces: Any, firsts: Any, partial: Any, arithmetic: 
 
 
 def _add_blocks(partial: Any, firsts: Any, longest: int, out: Any) -> None:
-    """Sum the blocks of each piece, `longest` or fewer, in pairs, pairs of pairs, and so on."""
+    """Sum the blocks of each piece in pairs, pairs of pairs, and so on.
+
+    A piece has `longest` blocks or fewer; without `firsts` each has as many.
+    """
     pieces, d, _ = out.shape
     parts = min(_MOST_PARTS, 1 << max(0, -(-longest // _FEW) - 1).bit_length())
     grid = (pieces * -(-d * d // (_ADDERS // parts)),)
-    launch("moments", "add_blocks", (), grid, [partial, firsts, d, parts, out], threads=_ADDERS)
+    launch("moments", "add_blocks", (), grid, [partial, firsts, longest, d, parts, out], threads=_ADDERS)
 
 
 def _sum_blocks_in_bases(rows: Rows, pieces: Pieces, bases: Any, partial: Any, arithmetic: Arithmetic) -> None:
@@ -199,8 +235,8 @@ def _square_rows(
         tensor_squares(rows, items, W, out, ceiling, triangular=triangular)
         return
     n = rows.shape[1]
-    matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
-    types = key_type(rows), TYPES[out.dtype.name]
+    matrices, listed = on_device(W, np.float64), listed_items(rows, items)
+    types = key_type(rows), stored(out.dtype)
     arguments = key_arguments(rows)
     for before in range(0, len(items), MOST_SLABS):
         tail = [n, listed, before, matrices, W.shape[2], triangular, ceiling, *with_steps(out, 1), packed]

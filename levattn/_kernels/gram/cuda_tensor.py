@@ -33,6 +33,13 @@ def has_tensor_products(rows: Rows, width: int = 1) -> bool:
     return rows.format != "float64" and max(rows.shape[2], width) <= _WIDEST
 
 
+def listed_items(rows: Rows, items: Any) -> Any:
+    """Return a list of matrices on the device, or None where they are all matrices in order."""
+    listed = np.asarray(items, np.int64)
+    b = rows.shape[0]
+    return None if len(listed) == b and (listed == np.arange(b)).all() else on_device(listed)
+
+
 def tensor_moments(rows: Rows, arguments: list[Any], blocks: int) -> None:
     """Launch `tensor_moments` with the arguments of `moment_blocks`."""
     padded, raw = _padded(rows.shape[2]), _multiplied(rows)
@@ -53,7 +60,7 @@ def tensor_squares(rows: Rows, items: Pieces, W: Any, out: Any, ceiling: float, 
     padded, raw = _padded(max(d, width)), _multiplied(rows)
     types = key_type(rows), raw, str(padded)
     threads, at_once = 32 * _SCORE_WARPS[raw], _SCORE_WARPS[raw] * _SCORE_ROWS[raw]
-    matrices, listed = on_device(W, np.float64), on_device(np.asarray(items, np.int64))
+    matrices, listed = on_device(W, np.float64), listed_items(rows, items)
     _, out_step = with_steps(out, 1)
     either = (None, out) if out.dtype == np.float64 else (out, None)
     arguments = [*key_arguments(rows), n, listed]

@@ -69,8 +69,8 @@ struct Counter {
 // the triangle as the others.
 template <typename Key>
 __global__ void __launch_bounds__(THREADS, 2)
-    moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, int block_rows,
-                   double *partial) {
+    moment_blocks(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, long long whole,
+                   int block_rows, double *partial) {
     constexpr bool AHEAD = sizeof(Key) < 8;  // there are registers for the next rows
     DYNAMIC_SHARED(shared);
     double *const left = (double *)shared, *const right = left + STAGE * PITCH, *const totals = right + STAGE * PITCH;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     int tiles = (d + TILE - 1) / TILE;
     const int triangle = tiles * (tiles + 1) / 2;
     const long long number = blockIdx.x / triangle;
-    const Block block(pieces, firsts, count, number, block_rows);
+    const Block block(pieces, firsts, count, whole, number, block_rows);
     const int rows = (int)(block.stop - block.start);
     int down = 0, across = blockIdx.x % triangle;  // row and column of the tile among those of the upper triangle
     while (across >= tiles - down) across -= tiles - down++;
@@ -155,11 +155,11 @@ __global__ void __launch_bounds__(THREADS, 2)
 }
 
 // Sum up the blocks of each piece in pairs, pairs of pairs, and so on: to `out` (pieces, d, d), both triangles. The grid is
-// (pieces times as many blocks of threads as take all entries of a matrix).
+// (pieces times as many blocks of threads as take all entries of a matrix). Without `firsts` each piece has `each` blocks.
 //
 // `parts` threads, a power of two, share an entry; each adds up FEW blocks, and they add up their sums in pairs.
 __global__ void __launch_bounds__(ADDERS)
-    add_blocks(const double *partial, const long long *firsts, int d, int parts, double *out) {
+    add_blocks(const double *partial, const long long *firsts, int each, int d, int parts, double *out) {
     __shared__ double sums[ADDERS];
     const int lanes = ADDERS / parts, lane = threadIdx.x % lanes, part = threadIdx.x / lanes;
     const unsigned int size = (unsigned int)d * d, groups = (size + lanes - 1) / lanes;
@@ -167,18 +167,19 @@ __global__ void __launch_bounds__(ADDERS)
     if (low / d == high / d && high % d < low / d) return;  // all below the diagonal
     const unsigned int at = low + lane, r = at / d, c = at % d;
     const bool there = at < size && r <= c;
-    const long long first = firsts[piece], blocks = firsts[piece + 1] - first;
+    const long long first = firsts ? firsts[piece] : (long long)piece * each;
+    const int blocks = firsts ? (int)(firsts[piece + 1] - first) : each;
     const double *const from = partial + first * size + at;
     Counter<40> whole;
     double total = 0;
     bool begun = false;
-    for (long long block = 0; block < blocks; block += parts * FEW) {
-        const long long mine = block + part * FEW;
+    for (int block = 0; block < blocks; block += parts * FEW) {
+        const int mine = block + part * FEW;
         double sum = 0;
         if (there && mine + FEW <= blocks) {
             double x[FEW];
 #pragma unroll
-            for (int i = 0; i < FEW; ++i) x[i] = from[(mine + i) * size];
+            for (int i = 0; i < FEW; ++i) x[i] = from[(long long)(mine + i) * size];
 #pragma unroll
             for (int step = 1; step < FEW; step *= 2)
 #pragma unroll
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(ADDERS)
             sum = x[0];
         } else if (there && mine < blocks) {
             Counter<3> counter;
-            for (long long i = mine; i < blocks; ++i) counter.add(from[i * size]);
+            for (int i = mine; i < blocks; ++i) counter.add(from[(long long)i * size]);
             bool some = false;
             counter.finish(sum, some);
         }
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(ADDERS)
             }
             if (part == 0) whole.add(sums[lane]);
         } else if (part == 0) {
-            const int full = (int)(blocks - block) / FEW;
+            const int full = (blocks - block) / FEW;
             Counter<4> counter;
             for (int i = 0; i < full; ++i) counter.add(sums[i * lanes + lane]);
             begun = (blocks - block) % FEW != 0;
@@ -211,4 +212,31 @@ __global__ void __launch_bounds__(ADDERS)
     whole.finish(total, begun);
     double *const moment = out + (long long)piece * size;
     moment[at] = moment[c * d + r] = total;
+}
+
+// How uneven the directions of `rows` rows of each matrix are, by the upper triangles of their moments (items, d, d): to
+// `uneven` (items,), after which there is room for items · d numbers. With columns scaled to unit norm and the moment C it
+// is ‖C‖²/d − d/rows; a column of zeros has no weight. The grid is (items,).
+__global__ void __launch_bounds__(ADDERS)
+    measure_unevenness(const double *moments, int d, double rows, double *uneven) {
+    __shared__ double sums[ADDERS];
+    double *const inverse = uneven + gridDim.x + (long long)blockIdx.x * d;  // of the squares of the columns
+    const double *const G = moments + (long long)blockIdx.x * d * d;
+    for (int i = threadIdx.x; i < d; i += ADDERS) {
+        const double square = G[(long long)i * d + i];
+        inverse[i] = square == 0 ? 0.0 : 1.0 / square;
+    }
+    __syncthreads();
+    double mine = 0;
+    for (int i = threadIdx.x / 32; i < d; i += ADDERS / 32)
+        for (int j = i + threadIdx.x % 32; j < d; j += 32) {
+            const double entry = G[(long long)i * d + j], part = entry * entry * inverse[j] * inverse[i];
+            mine += i == j ? part : 2 * part;
+        }
+    sums[threadIdx.x] = mine;
+    for (int half = ADDERS / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) uneven[blockIdx.x] = sums[0] / d - d / rows;
 }

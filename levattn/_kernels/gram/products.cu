@@ -36,8 +36,8 @@ __device__ inline void bring(const double *matrix, int d, int width, bool triang
 
 }  // namespace
 
-// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`. Where they are
-// `packed` the keys are those of the slots, one after the other.
+// ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`. Without `items`
+// they are all matrices in order. Where they are `packed` the keys are those of the slots, one after the other.
 //
 // W is (slots, d, width); if `triangular`, entries below its diagonal are taken to be zero. The grid is (tiles of rows,
 // slots of this launch); `before` slots come before these.
@@ -49,10 +49,12 @@ __global__ void __launch_bounds__(THREADS, sizeof(Key) < 8 ? 2 : 1)
     __shared__ double keys_there[ROWS * KEY_PITCH];
     __shared__ __align__(16) double right[2][STAGE * PITCH];
     const Reader<Key> reader KEY_READER;
-    const long long slot = before + blockIdx.y, place = items[slot], item = packed ? slot : place;
+    // in 32 bits, as registers would spill
+    const unsigned int slot = (unsigned int)before + blockIdx.y, place = items ? (unsigned int)items[slot] : slot;
+    const unsigned int item = packed ? slot : place;
     const long long start = (long long)blockIdx.x * ROWS;
     const int count = (int)min(n - start, (long long)ROWS);
-    const double *const matrix = W + slot * d * width;
+    const double *const matrix = W + (unsigned long long)slot * ((unsigned int)d * width);
 
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + g;
     const int k = threadIdx.x % STAGE, r = threadIdx.x / STAGE;

@@ -266,8 +266,8 @@ __device__ uint4 factor_words(const uint4 *factor, int tile, int depth) {
 // WIDE. The grid is (blocks,).
 template <typename Key, typename Raw, int WIDE>
 __global__ void __launch_bounds__(MOMENT_THREADS<WIDE>, RESIDENT<Key, Raw>)
-    tensor_moments(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, int block_rows,
-                   double *partial) {
+    tensor_moments(KEY_PARAMETERS, const long long *pieces, const long long *firsts, int count, long long whole,
+                   int block_rows, double *partial) {
     constexpr bool SPLIT = sizeof(Raw) == 4;
     constexpr int GROUPS = COLUMNS / WIDE, ROWS = GROUPS * SIDE, STAGES = SPLIT ? 3 : 6;
     constexpr int STAGE_BYTES = ROWS * WIDE * sizeof(Raw), PART_BYTES = ROWS * WIDE * 2;
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(MOMENT_THREADS<WIDE>, RESIDENT<Key, Raw>)
     float *const lowered = (float *)(rests + PART_BYTES);
     const Reader<Key> reader KEY_READER;
     const bool direct = is_direct<Key, Raw>(reader);
-    const Block block(pieces, firsts, count, blockIdx.x, block_rows);
+    const Block block(pieces, firsts, count, whole, blockIdx.x, block_rows);
     const int stages = (int)((block.stop - block.start + ROWS - 1) / ROWS);
 
     const int lane = threadIdx.x % 32, group = threadIdx.x / 32 / TILES<WIDE>;
@@ -363,7 +363,8 @@ __global__ void __launch_bounds__(32 * WARPS)
 
 // ‖k W‖² of the rows of the matrices `items` (slots,), at most `ceiling`, to `out[item * out_stride + row]`, or to
 // `doubles` if it is there, with factors as `split_factors` leaves them. d and width are at most WIDE. The grid is (any
-// number, slots of this launch); `before` slots come before these, and the factors are those of this launch alone.
+// number, slots of this launch); `before` slots come before these, and the factors are those of this launch alone. Without
+// `items` they are all matrices in order.
 template <typename Key, typename Raw, int WIDE>
 __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
     tensor_squares(KEY_PARAMETERS, long long n, const long long *items, long long before, const unsigned int *factors,
@@ -376,7 +377,7 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
     float *const scales = (float *)(factor_rests + FACTOR_WORDS<WIDE> / 4);
     const Reader<Key> reader KEY_READER;
     const bool direct = is_direct<Key, Raw>(reader);
-    const long long slot = blockIdx.y, item = items[before + slot];
+    const long long slot = blockIdx.y, item = items ? items[before + slot] : before + slot;
     const uint4 *const from = (const uint4 *)factors + slot * (FACTOR_WORDS<WIDE> / 2);
     for (int i = threadIdx.x; i < FACTOR_WORDS<WIDE> / 2; i += 32 * WARPS) factor[i] = from[i];
     for (int i = threadIdx.x; i < WIDE; i += 32 * WARPS) scales[i] = lowered[slot * WIDE + i];

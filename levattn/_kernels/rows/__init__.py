@@ -69,8 +69,9 @@ class Rows:
         if isinstance(self.keys, np.ndarray | Csr):
             return np.zeros(self.shape[:2], kind)
         xp = array_namespace(self.keys)
-        make = xp.empty if written and on_cuda(self.keys) else xp.zeros
-        return make(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
+        if on_cuda(self.keys):  # which are on the current device
+            return (xp.empty if written else xp.zeros)(self.shape[:2], dtype=getattr(xp, kind))
+        return xp.zeros(self.shape[:2], dtype=getattr(xp, kind), device=array_api_compat.device(self.keys))
 
     def sketch_zeros(self, size: int, dtype: npt.DTypeLike) -> Any:
         """Return an array for a sketch of each matrix, (b, size, d): on the keys' CUDA device, or in main memory."""

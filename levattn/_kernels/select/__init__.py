@@ -19,6 +19,13 @@ class SelectKernels(Protocol):
     def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
         """Return the `size` largest scores of each matrix, and list the scores too close to the last to call."""
 
+    def largest_and_left(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
+        """Return the `size` largest scores, and one of two lists; None stands for the other.
+
+        Where several scores of a matrix are too close to the last to call, it is the list of all that are close. Else
+        it is the list of the scores that may be the largest of those left out.
+        """
+
     def reaching(self, scores: Any, present: Any, least: Float64, /) -> tuple[Any, Any]:
         """List the scores that are not below `least` (b,), NaN among them."""
 

@@ -89,6 +89,19 @@ def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flag
     return threshold(scores, present, least * (1 - margin), np.nextafter(least * (1 + margin), np.inf))
 
 
+def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Flags, Any, Any]:
+    """Return the `size` largest scores, and the list of those too close to call or of the leaders among the others.
+
+    A score that alone is close to the last of the `size` largest is that one. Where several are, the result is the
+    list of all that are close, and no other list.
+    """
+    chosen, starts, close = largest(scores, present, size, margin)
+    if (np.diff(starts) > 1).any():
+        return chosen, (starts, close), None
+    include(chosen, starts, close, np.ones(len(close), np.bool_))
+    return chosen, None, leaders(scores, ~chosen if present is None else present & ~chosen, margin)
+
+
 def include(chosen: Flags, starts: Int64, indices: Int64, which: Flags) -> None:
     """Set the flags of some of the listed rows."""
     items = np.repeat(np.arange(len(chosen)), np.diff(starts))
