@@ -5,6 +5,8 @@
 namespace {
 
 constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int EACH = 4;  // rows of a thread
 
 __device__ inline void narrow_within(float x, float &to) { to = x; }
 __device__ inline void narrow_within(float x, Bfloat &to) { narrow(x, to); }
@@ -14,25 +16,28 @@ __device__ inline void narrow_within(float x, Half &to) { narrow(min(max(x, -655
 
 // Write to rows (count, d) the numbers m + b (l + h z) of codes z (count, w), of 8 bits, or of 4: the lower halves of w
 // bytes, then the upper ones. `lows` l and `steps` h are (count, blocks), of `entries` columns each. Of `span` rows each,
-// sizes (count / span, d) give b = 2^(size / 8), and means give m = mean b²; without them b = 1 and m = 0. A thread has
-// neighbors along a row. The grid is (count * d / 1024).
+// sizes (count / span, d) give b = 2^(size / 8), and means give m = mean b²; without them b = 1 and m = 0. A warp has some
+// rows of one column after another, whose scales it computes once. The grid is (count / span, rows / 32, columns / 32).
 template <typename Real>
 __global__ void __launch_bounds__(THREADS)
     open_codes(const unsigned char *codes, const Bfloat *lows, const Bfloat *steps, const signed char *sizes,
-               const short *means, long long count, long long span, int d, int w, int blocks, int entries, int bits,
-               Real *rows) {
-    const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * 4;
-    for (long long at = first; at < min(first + 4, count * d); ++at) {
-        const long long row = at / d;
-        const int column = (int)(at - row * d), block = column / entries;
-        const unsigned int byte = codes[row * w + (column < w ? column : column - w)];
-        const unsigned int code = bits == 8 ? byte : column < w ? byte & 15 : byte >> 4;
-        float b = 1, m = 0;
-        if (sizes) {
-            const long long place = row / span * d + column;
-            b = exp2f((float)sizes[place] / 8), m = (float)means[place] * b * b;
-        }
+               const short *means, int span, int d, int w, int blocks, int entries, int bits, Real *rows) {
+    const int column = blockIdx.z * 32 + threadIdx.x % 32, block = column / entries;
+    if (column >= d) return;
+    const int begin = blockIdx.y * (WARPS * EACH) + threadIdx.x / 32;
+    const long long top = (long long)blockIdx.x * span;
+    float b = 1, m = 0;
+    if (sizes) {
+        const long long place = (long long)blockIdx.x * d + column;
+        b = exp2f((float)sizes[place] / 8), m = (float)means[place] * b * b;
+    }
+    const int byte = column < w ? column : column - w, shift = bits == 4 && column >= w ? 4 : 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const long long row = top + begin + i * WARPS;
+        if (row >= top + span) break;
+        const unsigned int code = codes[row * w + byte] >> shift & (bits == 8 ? 255 : 15);
         const float low = widen(lows[row * blocks + block]), step = widen(steps[row * blocks + block]);
-        narrow_within(m + (low + (float)code * step) * b, rows[at]);
+        narrow_within(m + (low + (float)code * step) * b, rows[row * d + column]);
     }
 }

@@ -5,6 +5,7 @@ Nothing is copied: kernels read slots and later tokens where they lie. A step ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _MANY = 128  # chunks, from which on they are longer
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _LISTED = 64  # heads that bits can tell apart
 _BLOCKS = 2**31 - 1
-_OPENED = 1024  # numbers of a block that opens codes, as in codes.cu
+_OPENED = 32  # rows of a block that opens codes, as in codes.cu
 
 
 def chunk_of(s: int, t: int) -> int:
@@ -98,9 +99,9 @@ def open_codes(coded: tuple[Any, ...], entries: int, bits: int, rows: Any) -> No
     """Write rows (..., s, d) of codes, lows, steps, sizes and means, or None; see codes.cu."""
     codes, lows, steps, sizes, means = coded
     (s, d), w, blocks = rows.shape[-2:], codes.shape[-1], lows.shape[-1]
-    count = rows.nbytes // (rows.itemsize * d)
-    arguments = [codes, lows, steps, sizes, means, count, s, d, w, blocks, entries, bits, rows]
-    launch("codes", "open_codes", (stored(rows.dtype),), (-(-count * d // _OPENED),), arguments)
+    grid = math.prod(rows.shape[:-2]), -(-s // _OPENED), -(-d // 32)
+    arguments = [codes, lows, steps, sizes, means, s, d, w, blocks, entries, bits, rows]
+    launch("codes", "open_codes", (stored(rows.dtype),), grid, arguments)
 
 
 def _in_packs(pack: int, array: Any, *steps: int) -> bool:
