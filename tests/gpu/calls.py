@@ -134,7 +134,7 @@ class Reference:
 def tried(case: Case, dtype: str, kind: str, device: str, reference: Reference | None) -> dict[str, Any]:
     """One call, twice, and what came of it; without a reference only that it runs."""
     known = None if reference is None else reference.of(kind)
-    least = 0.0 if dtype == "float64" else float(np.finfo(np.float32).eps)
+    least = max(case.raised / ROUNDINGS, 0.0 if dtype == "float64" else float(np.finfo(np.float32).eps))
     begun = time.monotonic()
     found = results(case, given(case.arrays(), dtype, kind, device))
     wrong = [] if known is None else list(faults(found, known, exact=case.exact, least=least))
