@@ -152,7 +152,7 @@ def attend_near(
     slots, R = (None, None, 0, None), 0
     if sums is not None:
         keys, values, weights = held
-        slots = on_device(keys), *with_steps(with_rows(values), 2)[::2], on_device(weights, np.float32)
+        slots = on_device(keys), on_device(values), values.shape[2], on_device(weights, np.float32)
         R, gone = sums.shape[1], xp.empty((b, g, m), np.float32)
     first, last = on_device(np.array(edges, np.int32))
     s = 0 if sums is None else held[0].shape[1] - R
