@@ -17,8 +17,10 @@ from levattn._kernels.cuda_source import (
     with_rows,
     with_steps,
 )
+from levattn._kernels.gram.cuda import longest_run, moments
 from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
+from levattn._kernels.rows import BLOCK, Rows
 
 # Constants of pairs.cuh, far.cu and labels.cu as well
 _TILE = 512  # bytes of as many numbers as a tile of pairs of rows has rows
@@ -93,6 +95,14 @@ def _pick_by_table(X: Any, weight: Any, mean: Any, step: int, picks: Any) -> Non
 def _wide(count: int) -> int:
     """Return the numbers of a row of a table with so many columns."""
     return -(-count // _EACH) * _EACH
+
+
+def row_squares(X: Any, kind: Any) -> Any:
+    """Return the sums (b, d, d) of x xᵀ over the rows of X (b, n, d) in float64; None for too many or no rows."""
+    rows, (b, n, _) = Rows(with_rows(X), kind), X.shape
+    if not 0 < n <= BLOCK << longest_run(rows, b):
+        return None
+    return moments(rows, np.array([(item, item, 0, n) for item in range(b)], np.int64).reshape(-1, 4))
 
 
 def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:

@@ -67,6 +67,11 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
 
 def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64, for each chunk."""
+    if squares and chunks == 1 and is_read_there([X]):
+        rows = X.flatten(1, 2)
+        second = cuda.row_squares(memory_of(rows), str(X.dtype).rpartition(".")[2])
+        if second is not None:
+            return rows.sum(1, dtype=torch.float64), tensor_of(second)
     return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
 
 
