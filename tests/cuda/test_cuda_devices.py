@@ -233,7 +233,7 @@ def test_tensors_take_the_stream_and_the_memory_of_torch(tensors: Any, name: str
 
 @pytest.mark.parametrize("kind", ["residual", "expected"])
 def test_selections_of_causal_tensors_wait_for_nothing(tensors: Any, kind: str) -> None:
-    """What is not finite is asked for once, after all; a selection launches six kernels; sums and all factors take four."""
+    """What is not finite is asked for once, after all. A selection launches six kernels, sums and factors four."""
     import torch
 
     there, _, made = tensors

@@ -450,7 +450,7 @@ struct Chunks {
 // The sums of each run by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that no
 // run follows are left out. The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
-__global__ void __launch_bounds__(THREADS, TILES == 1 ? 3 : 2)
+__global__ void __launch_bounds__(THREADS, 2)
     multiply_runs(STORED_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
                   float *states) {
     DYNAMIC_SHARED(shared);
@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(THREADS, TILES == 1 ? 3 : 2)
 // The rows of each run, to Y (b, slices of latents, T, D), in the format of the positions or, `wide`, in single precision.
 // The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
-__global__ void __launch_bounds__(THREADS, TILES == 1 && LATENTS < 128 ? 3 : 2)
+__global__ void __launch_bounds__(THREADS, 2)
     multiply_rows(STORED_PARAMETERS, const void *Q, long long q_item, long long q_row, const float *gate_value,
                   long long gate_value_item, long long gate_value_row, const float *largest, const float *inverse,
                   const float *gates, START_PARAMETERS, const long long *runs, int count, int L, int D, long long T,

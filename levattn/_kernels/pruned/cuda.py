@@ -98,7 +98,7 @@ def _wide(count: int) -> int:
 
 
 def row_squares(X: Any, kind: Any) -> Any:
-    """Return the sums (b, d, d) of x xᵀ over the rows of X (b, n, d) in float64; None for too many or no rows."""
+    """Return the sums (b, d, d) of x xᵀ over rows x of X (b, n, d) in float64; None for too many rows."""
     rows, (b, n, _) = Rows(with_rows(X), kind), X.shape
     if not 0 < n <= BLOCK << longest_run(rows, b):
         return None
