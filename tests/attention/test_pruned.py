@@ -645,6 +645,14 @@ def test_a_share_of_the_keys_selects_one_at_least(causal: bool) -> None:
     assert any((row == Y).all() for row in V)
 
 
+def test_large_budgets_have_256_summaries_unless_more_are_asked_for() -> None:
+    found = Selection(0.1).slots(50_000)
+    assert (found.summaries, found.total) == (256, 5000)
+    assert Selection(337).slots(50_000).summaries == 256
+    assert Selection(336).slots(50_000).summaries == 255
+    assert Selection(0.1, summaries=3000).slots(50_000).summaries == 3000
+
+
 def test_open_kinds_of_slots_give_way() -> None:
     assert Selection(16, summaries=14).slots(100) == Slots(2, 14, 0)
     assert Selection(40, sinks=10).slots(400, causal=True) == Slots(0, 0, 20, 10, 10)
