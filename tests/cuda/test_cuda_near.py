@@ -108,11 +108,15 @@ def test_tensors_take_the_kernels(
     Q, K, V = (torch.randn(2, 3, 120, 24, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
     selection = Selection(60, window=4, **options)
     launched: list[str] = []
+    told: list[bool] = []  # whether torch told the logarithms of sums
+    joined = pruned_cuda.join_near
+    monkeypatch.setattr(pruned_cuda, "join_near", lambda *x: told.append(x[1] is not None) or joined(*x))
     for name in ("attend_near", "join_near"):
         real = getattr(pruned_cuda, name)
         monkeypatch.setattr(pruned_cuda, name, lambda *x, real=real, name=name: launched.append(name) or real(*x))
     found = pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), selection)
     assert launched == ["attend_near", "join_near"]
+    assert told == [options["summaries"] == 0]
     assert found.dtype == Q.dtype
     exact = pruned_attention(Q.double(), K.double(), V.double(), selection)
     torch.testing.assert_close(found.inner.double(), exact, rtol=0, atol=4 * ROOM[dtype])

@@ -510,3 +510,16 @@ def test_an_empty_batch_has_empty_gradients() -> None:
     leaves = [torch.randn(0, 1, 20, 3).requires_grad_() for _ in range(3)]
     pruned_attention(*leaves, Selection(size=4, summaries=3)).sum().backward()
     assert all(leaf.grad is None or leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_attention_of_torch_tells_its_sums(kernel: str) -> None:
+    """The function of each kernel is called as this release of torch has it: here without numbers."""
+    q, keys = (torch.empty(3, 1, m, 64, device="meta", dtype=torch.bfloat16) for m in (40, 7))
+    telling = fused_kernels._telling(kernel)
+    assert telling is not None
+    found, sums = telling(q, keys, keys, scale=0.3)[:2]
+    assert found.shape == q.shape
+    assert sums.reshape(3, -1).shape[1] >= 40
+    assert sums.dtype == torch.float32
+    assert fused_kernels._telling("MATH") is None

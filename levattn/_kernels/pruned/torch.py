@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -211,10 +211,13 @@ _ENTRIES = 1 << 26  # logits held at a time: of keys near queries, and without a
 _LEAST = 16  # positions of a block
 _SCALARS = ("weight", "offset", "count")  # of summaries
 # Attention that also tells the logarithms of sums, and its arguments after the tensors
-_TELLING: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "FLASH_ATTENTION": ("_scaled_dot_product_flash_attention", (0.0, False, False)),
-    "EFFICIENT_ATTENTION": ("_scaled_dot_product_efficient_attention", (None, True, 0.0, False)),
-    "CUDNN_ATTENTION": ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, False, False)),
+_TELLING: dict[str, tuple[str, dict[str, Any]]] = {
+    "FLASH_ATTENTION": ("_scaled_dot_product_flash_attention", {}),
+    "EFFICIENT_ATTENTION": (
+        "_scaled_dot_product_efficient_attention",
+        {"attn_bias": None, "compute_log_sumexp": True},
+    ),
+    "CUDNN_ATTENTION": ("_scaled_dot_product_cudnn_attention", {"attn_bias": None, "compute_log_sumexp": True}),
 }
 _REMAINS = 0.25  # lower limit for rounding, where at least a half remains in exact arithmetic
 
@@ -521,15 +524,25 @@ def _with_sums(q: Any, held: _Slots, scale: float) -> tuple[Any, Any] | None:
     if not 0 < b <= _ITEMS or d != held.values.shape[-1] or d % _COLUMNS or not held.keys.shape[1]:
         return None
     given = q.reshape(b, 1, g * m, d), held.keys[:, None], held.values[:, None]
+    telling = _telling(SDPBackend(torch._fused_sdp_choice(*given, scale=scale)).name)
+    if telling is None:
+        return None
     try:
-        chosen = SDPBackend(torch._fused_sdp_choice(*given, scale=scale)).name
-        name, arguments = _TELLING.get(chosen, ("", ()))
-        if not name:
-            return None
-        found, sums = getattr(torch.ops.aten, name)(*given, *arguments, scale=scale)[:2]
-    except (AttributeError, TypeError, RuntimeError):  # another release of torch has other functions
+        found, sums = telling(*given, scale=scale)[:2]
+    except NotImplementedError:  # on a device that has no such kernel
         return None
     return found.view(q.shape), sums.reshape(b, -1)[:, : g * m].reshape(-1)
+
+
+@cache
+def _telling(kernel: str) -> Any:
+    """Return the function of torch for a kernel of attention, or None where this release has another."""
+    name, options = _TELLING.get(kernel, ("", {}))
+    function = getattr(torch.ops.aten, name, None) if name else None
+    if function is None:
+        return None
+    known = [argument.name for argument in function.default._schema.arguments]
+    return partial(function, **options) if {"scale", *options} <= set(known) else None
 
 
 def _near_is_read(x: PrunedArguments, held: _Slots) -> bool:
