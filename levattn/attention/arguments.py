@@ -224,7 +224,7 @@ class Stacks:
     """The arrays of a call in the form that the kernels read.
 
     stacks: (b, ...) arrays of one library, device and dtype (float32 or float64), in the order of the arguments.
-        A missing argument is None. Tensors of torch still carry gradients.
+        Arrays of 16 bits may stay as they are. A missing argument is None. Tensors of torch still carry gradients.
     mask: (b, U) bool, or None.
     batch: the leading axes, whose product is b.
     dtype: the dtype of results.

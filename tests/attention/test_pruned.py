@@ -645,6 +645,14 @@ def test_a_share_of_the_keys_selects_one_at_least(causal: bool) -> None:
     assert any((row == Y).all() for row in V)
 
 
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_a_scale_brings_queries_into_range(size: float) -> None:
+    """Squares of queries of float64 leave its range before the scale."""
+    Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 60, 8))
+    expected = pruned_attention(Q, K, V, 0.3, scale=0.35)
+    np.testing.assert_allclose(pruned_attention(Q * size, K, V, 0.3, scale=0.35 / size), expected, rtol=1e-10)
+
+
 def test_large_budgets_have_256_summaries_unless_more_are_asked_for() -> None:
     found = Selection(0.1).slots(50_000)
     assert (found.summaries, found.total) == (256, 5000)

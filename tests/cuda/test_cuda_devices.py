@@ -381,6 +381,43 @@ def test_a_token_reads_a_compressed_cache_where_it_lies(
         torch.testing.assert_close(found.inner.double(), expected, rtol=tolerance, atol=3e-6)
 
 
+def test_a_mask_of_one_sequence_is_that_of_all(
+    tensors: Any, cache_slots: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from levattn._kernels import tensors as kernel_tensors
+
+    there = tensors[0]
+    monkeypatch.setattr(kernel_tensors, "_PLAIN", (torch.Tensor, there.CudaTensor))  # as true tensors are
+    arrays = heads_of(cache_slots, torch.float32)
+    arrays = (*arrays[:3], arrays[3][:1])
+    found, expected = (
+        cache_slots.attended(*moved(cache_slots, arrays, put), 0.3, None)
+        for put in (lambda x: there.CudaTensor(x, 1), lambda x: x)
+    )
+    assert places.launches[-4:] == [(1, 0)] * 4
+    torch.testing.assert_close(found.inner, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_codes_are_opened_on_the_stream_of_torch(tensors: Any, dtype: str, bits: int) -> None:
+    import torch
+
+    coding = pytest.importorskip("levattn.integrations.transformers.compression.coding")
+    there, streams, _ = tensors
+    streams.current[1] = 7
+    rows = torch.from_numpy(keys(50, 12)[None]).to(getattr(torch, dtype))
+    coded = coding.Coded.of(rows, bits, columns=True)
+    arrays = {name: there.CudaTensor(x, 1) for name, x in vars(coded).items() if isinstance(x, torch.Tensor)}
+    places.launches.clear()
+    found = coding.Coded(**{**vars(coded), **arrays}).opened()
+    assert places.launches == [(1, 7)]
+    assert (found.dtype, found.device) == (rows.dtype, torch.device("cuda", 1))
+    torch.testing.assert_close(found.inner, coded.opened(), rtol=2**-7, atol=1e-5)
+
+
 def test_a_step_of_a_layer_copies_a_token(tensors: Any, cache_slots: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one format, without a mask: only the token's key and value move, and nothing is waited for."""
     import torch

@@ -123,6 +123,14 @@ def test_tensors_take_the_kernels(
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(0, 3, 120, 24), (2, 3, 0, 24)], ids=str)
+def test_tensors_without_numbers_have_results_without_numbers(shape: tuple[int, ...], tensors: Any) -> None:
+    there, _, _ = tensors
+    X = there.CudaTensor(torch.zeros(shape), 1)
+    assert pruned_attention(X, X, X, Selection(60, window=4, summaries=0)).shape == shape
+
+
+@pytest.mark.cuda
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("told", [False, True], ids=["a share", "logarithms of sums"])
 @pytest.mark.parametrize(("kind", "D", "wide"), [("float32", 5, 9), ("float16", 40, 48), ("float32", 128, 130)])

@@ -40,10 +40,11 @@ class Summaries:
 class PrunedArguments:
     """One normalized mixture for each query over kept keys, keys near it, and summaries of the others.
 
-    `q`: (b, g, m, d), g queries for each position, already times the scale (for powers any numbers).
+    `q`: (b, g, m, d), g queries for each position, which `factor` is yet to multiply (for powers any numbers).
     `kept_keys`, `kept_values`: (b, s, d) and (b, s, D).
     `kept_count`: (b,), how many of the s rows are there, or None for all.
-    `summaries`: of all keys that are not kept, or None. In the dtype of q or in float64.
+    `summaries`: of all keys that are not kept, or None. In float32 at least, and in the dtype of q or in float64 where
+    q is not of 16 bits. Only kernels of a device get q, keys and values of 16 bits.
     `keys`, `values`: (b, n, d) and (b, n, D), the keys that may be near queries.
     `first`, `last`: (m,), position i is near the keys first[i] ≤ j < last[i]. Both never fall.
     `role`: (b, n) int64, or None if all are -1. A key with -1 is attended where near. A key with -2 is kept or absent,
@@ -52,7 +53,7 @@ class PrunedArguments:
     `power`: None for a softmax, else p: weights are abs(x)^p.
     `narrow`: the dtype of 16 bits of the given arrays, and the scale of the queries, if products of this dtype are
     precise enough; or None.
-    `factor`: by which queries are yet to be multiplied; for gradients it is 1.
+    `factor`: the scale of the queries, or 1 if they were multiplied.
     `chunks`: how many chunks of as many positions q has, one after the other; n is then the number of rows of all.
     `first` and `last` are the same for each chunk, and count from its first near key. Arrays of slots have an item for
     each chunk of each sequence, sequences within chunks. More than one only if `renewed` takes renewals in turn.

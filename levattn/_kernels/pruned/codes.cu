@@ -10,7 +10,7 @@ constexpr int EACH = 4;  // rows of a thread
 
 __device__ inline void narrow_within(float x, float &to) { to = x; }
 __device__ inline void narrow_within(float x, Bfloat &to) { narrow(x, to); }
-__device__ inline void narrow_within(float x, Half &to) { narrow(min(max(x, -65504.0f), 65504.0f), to); }
+__device__ inline void narrow_within(float x, Half &to) { narrow(x != x ? x : min(max(x, -65504.0f), 65504.0f), to); }
 
 }  // namespace
 

@@ -97,10 +97,10 @@ def _wide(count: int) -> int:
     return -(-count // _EACH) * _EACH
 
 
-def row_squares(X: Any, kind: Any) -> Any:
+def summed_squares(X: Any, kind: Any) -> Any:
     """Return the sums (b, d, d) of x xᵀ over rows x of X (b, n, d) in float64; None for too many rows."""
     rows, (b, n, _) = Rows(with_rows(X), kind), X.shape
-    if not 0 < n <= BLOCK << longest_run(rows, b):
+    if not b or not 0 < n <= BLOCK << longest_run(rows, b):
         return None
     return moments(rows, np.array([(item, item, 0, n) for item in range(b)], np.int64).reshape(-1, 4))
 
@@ -109,7 +109,7 @@ def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, i
     """Return a factor (b, d, d) of moments of queries, both means (b, d), and flags of faults; see `LabelKernels`."""
     xp, (b, d), real = namespace(), total.shape, np.dtype(np.float32 if stored(dtype) == "float" else np.float64)
     shared = 8 * (d * (d | 1) + d)
-    if shared > shared_limit() - _FACTORING:
+    if not b or shared > shared_limit() - _FACTORING:
         return None
     given = [on_device(array, np.float64) for array in (total, second, key_total)]
     root, means, wrong = xp.empty((b, d, d), real), xp.empty((2, b, d), real), xp.empty((b, 2), np.bool_)

@@ -69,7 +69,7 @@ def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64, for each chunk."""
     if squares and chunks == 1 and is_read_there([X]):
         rows = X.flatten(1, 2)
-        second = cuda.row_squares(memory_of(rows), str(X.dtype).rpartition(".")[2])
+        second = cuda.summed_squares(memory_of(rows), str(X.dtype).rpartition(".")[2])
         if second is not None:
             return rows.sum(1, dtype=torch.float64), tensor_of(second)
     return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
@@ -347,7 +347,12 @@ def attended_token(
     if any(x.stride(-1) != 1 or x.device != device for x in (*numbers, *weights)):
         return None
     present = near[2]
-    if present is not None and (present.dtype != torch.bool or present.device != device):
+    if present is not None:
+        if present.dtype != torch.bool or present.device != device or present.shape[1:] != near[0].shape[2:3]:
+            return None
+        if len(present) != len(q):
+            near = *near[:2], present.expand(len(q), -1)  # of one sequence, for all
+    if any(len(x) != len(q) for x in (*numbers, *weights)):
         return None
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -358,6 +363,7 @@ def attended_token(
     return Y
 
 
+@where_arrays_are
 def opened_codes(coded: tuple[Any, ...], shape: tuple[int, ...], bits: int, dtype: Any) -> Any:
     """Return rows (..., s, d) of codes by a kernel of a device, or None where it does not run; see `Coded`."""
     arrays = [array for array in coded if array is not None]

@@ -16,9 +16,6 @@ class SelectKernels(Protocol):
     def threshold(self, scores: Any, present: Any, low: Any, high: Any, /) -> tuple[Any, Any, Any]:
         """Return which scores are at least `high` (b,), and list the scores between `low` and `high`."""
 
-    def largest(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
-        """Return the `size` largest scores of each matrix, and list the scores too close to the last to call."""
-
     def largest_and_left(self, scores: Any, present: Any, size: int, margin: Float64, /) -> tuple[Any, Any, Any]:
         """Return the `size` largest scores, and one of two lists; None stands for the other.
 

@@ -93,11 +93,6 @@ def gathered(array: Any, starts: Int64, indices: Any) -> Any:
     return out
 
 
-def largest(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Int64, Any]:
-    """Return the `size` largest scores, and list the scores too close to call."""
-    return threshold(scores, present, *_around(scores, present, size, margin, on_device(margin, np.float64))[1:])
-
-
 def largest_and_left(scores: Any, present: Any, size: int, margin: Float64) -> tuple[Any, Any, Any]:
     """Return the `size` largest scores, and the list of those too close to call or of the leaders among the others.
 
@@ -174,10 +169,10 @@ def _around(scores: Any, present: Any, size: int, margin: Float64, margins: Any)
     return on_device(np.stack([least, least * (1 - margin), np.nextafter(least * (1 + margin), np.inf)]))
 
 
-def _bounds_of_rank(scores: Any, present: Any, size: int, margins: Any = None) -> Any:
+def _bounds_of_rank(scores: Any, present: Any, size: int, margins: Any) -> Any:
     """Return the score of rank `size` from the largest of each matrix; −∞ where no more are present.
 
-    It is the first row of an array (3, b). With margins on the device, the other rows are bounds around it.
+    It is the first row of an array (3, b). The other rows are bounds around it, by margins (b,) on the device.
     """
     xp, real = namespace(), stored(scores.dtype)
     b, n = scores.shape

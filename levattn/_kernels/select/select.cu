@@ -105,11 +105,10 @@ __device__ inline bool find_digit(Count *counts, unsigned long long rank, bool f
     return true;
 }
 
-// Write the entry of a rank of this block's matrix to the first row of `bounds`, and with margins the bounds around it.
+// Write the entry of a rank of this block's matrix to the first row of `bounds`, and the bounds around it to the others.
 __device__ inline void write_bounds(double entry, const double *margins, double *bounds) {
     double *const to = bounds + blockIdx.x;
     *to = entry;
-    if (!margins) return;
     to[gridDim.x] = entry * (1 - margins[blockIdx.x]);
     to[2 * gridDim.x] = upward(entry * (1 + margins[blockIdx.x]));
 }
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(THREADS)
 // The next digit of the entry of rank `ranks` (b,), at first `size`, counted from the largest among those with the same higher digits:
 // appended to the prefix; the rank becomes that among the entries with this digit, and the counts 0. A rank that is
 // not below the number of entries becomes 0, which says that all are wanted. The last digit completes the entries, the first
-// row of `bounds` (3, b), −∞ where all are wanted. With `margins` (b,) further rows are the entries times 1 − margin, and the
+// row of `bounds` (3, b), −∞ where all are wanted. By `margins` (b,) further rows are the entries times 1 − margin, and the
 // least numbers above the entries times 1 + margin. The grid is b.
 template <typename Real>
 __global__ void __launch_bounds__(THREADS)

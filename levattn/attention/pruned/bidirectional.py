@@ -128,7 +128,9 @@ def _planned(
         R, ones = rule.slots.summaries, xp.ones((b, n), dtype=K.dtype, device=device)
         sinks, measure = rule.slots.sinks, None
         if R or rule.kind in ("expected", "residual"):
-            queries = choice.Sums.of(xp.reshape(sample, (b, sample.shape[1] * sample.shape[2], d))).times(factor)
+            # squares of float64 may leave its range before the factor
+            asked, times = (sample * factor, 1.0) if K.dtype == xp.float64 else (sample, factor)
+            queries = choice.Sums.of(xp.reshape(asked, (b, asked.shape[1] * asked.shape[2], d))).times(times)
             measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
         items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
         rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)

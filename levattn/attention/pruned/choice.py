@@ -72,7 +72,7 @@ class Sums:
             return self
         second, origin = (
             None if array is None else array * number
-            for array, number in ((self.second, factor**2), (self.origin, factor))
+            for array, number in ((self.second, factor * factor), (self.origin, factor))
         )
         return Sums(self.total * factor, second, self.count, origin)
 
