@@ -400,6 +400,20 @@ def test_a_mask_of_one_sequence_is_that_of_all(
     torch.testing.assert_close(found.inner, expected, rtol=0, atol=3e-6)
 
 
+def test_moments_for_a_cache_are_summed_where_tensors_are(tensors: Any, cache_slots: Any) -> None:
+    import torch
+
+    there, streams, _ = tensors
+    streams.current[1] = 7
+    Q, K = torch.from_numpy(keys(60, 8)[None]), torch.from_numpy(keys(50, 8)[None])
+    found = cache_slots.Seen.of(there.CudaTensor(Q, 1), there.CudaTensor(K, 1))
+    found = found.plus(found).of_heads([0])
+    assert set(places.launches) <= {(1, 7)}
+    expected = cache_slots.Seen.of(Q, K).plus(cache_slots.Seen.of(Q, K))
+    second = where_arrays_are(as_float64)(found.queries.second)
+    np.testing.assert_allclose(second, expected.queries.second, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_codes_are_opened_on_the_stream_of_torch(tensors: Any, dtype: str, bits: int) -> None:

@@ -198,14 +198,21 @@ class Seen:
     keys: choice.Sums
 
     @classmethod
+    @where_arrays_are
     def of(cls, Q: Any, K: Any) -> Seen:
         """Return the moments of queries (G, m, d), times their scale, and of keys (G, n, d)."""
         return cls(*(choice.Sums.of(_read(array), second=array is Q) for array in (Q, K)))
 
+    @property
+    def _held_array(self) -> Any:
+        return self.queries.total
+
+    @where_arrays_are
     def plus(self, other: Seen) -> Seen:
         """Return the moments of the queries and keys of both."""
         return Seen(self.queries.plus(other.queries), self.keys.plus(other.keys))
 
+    @where_arrays_are
     def of_heads(self, heads: list[int]) -> Seen:
         """Return the moments of some of the heads."""
         found: Seen = mapped(self, lambda array: array[heads])
