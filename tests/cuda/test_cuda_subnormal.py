@@ -75,9 +75,10 @@ def test_thresholds_among_subnormal_scores() -> None:
     bound = np.array([20 * UNIT["float32"]])
     chosen, *_ = select_cuda.threshold(scores, None, bound, bound)
     np.testing.assert_array_equal(np.flatnonzero(chosen[0]), np.arange(20, 50))
-    chosen, starts, close = select_cuda.largest(scores, None, 7, np.zeros(1))  # the last of them is told as a tie
-    assert starts.tolist() == [0, 1]
-    np.testing.assert_array_equal([*close, *np.flatnonzero(chosen[0])], np.arange(43, 50))
+    chosen, close, (starts, leaders) = select_cuda.largest_and_left(scores, None, 7, np.zeros(1))
+    assert close is None
+    np.testing.assert_array_equal(np.flatnonzero(chosen[0]), np.arange(43, 50))
+    assert (starts.tolist(), leaders.tolist()) == ([0, 1], [42])
 
 
 @pytest.mark.parametrize("columns", ["all", "one"])
