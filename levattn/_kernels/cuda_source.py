@@ -108,7 +108,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "measure": {"factor_queries": _ONE_REAL},
     "near": {
         "attend_near": tuple((*pair, columns) for pair in _NEAR for columns in ("2", "4", "8")),
-        "join_near": _NEAR,
+        "join_near": tuple((row,) for row in dict(_NEAR)),
     },
     "heavy": {"square_queries": ((),), "count_heavy": ((),), "fill_heavy": ((),)},
     "latent": {

@@ -152,7 +152,7 @@ def test_near_keys_join_slots(kind: str, D: int, wide: int, *, told: bool) -> No
         found[:, : D + 1], found[:, D + 1] = (M / (M + A))[:, None] * y, share
     change = (a - (C / A)[:, None] * c).astype(np.float32)
     near = np.log(A).astype(np.float32), None if told else (C / A).astype(np.float32), change
-    Y, rest = in_orders(lambda: pruned_cuda.join_near(found, np.log(M) if told else None, near, dtype))
+    Y, rest = in_orders(lambda: pruned_cuda.join_near(found, np.log(M) if told else None, near))
     whole = (M[:, None] * y + A[:, None] * a - C[:, None] * c) / (M + A - C)[:, None]
     assert Y.dtype == dtype
     room = 30 * float(np.finfo(dtype).eps)

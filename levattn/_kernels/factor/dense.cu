@@ -9,6 +9,8 @@ constexpr int WARPS = THREADS / 32;
 constexpr int STEPS = 30;  // of power iteration
 constexpr double MOST_SHIFT = 1e30;  // next to a diagonal of 1, so large that nothing is left of the matrix
 
+#include "sum_of_block.cuh"
+
 enum { PIVOT, BOUND, RANK, LEAST, MOST, SPREAD, FIGURES };  // figures of a matrix
 enum { FROBENIUS, SPECTRAL, OF_MOMENTS, NORMS };               // norms of its whitening matrix
 
@@ -20,17 +22,6 @@ __device__ double largest_of(double mine, double *shared) {
     for (int half = THREADS / 2; half; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) shared[threadIdx.x] = fmax(shared[threadIdx.x], shared[threadIdx.x + half]);
-    }
-    __syncthreads();
-    return shared[0];
-}
-
-__device__ double sum_of(double mine, double *shared) {
-    __syncthreads();
-    shared[threadIdx.x] = mine;
-    for (int half = THREADS / 2; half; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
     }
     __syncthreads();
     return shared[0];

@@ -175,7 +175,7 @@ def attend_near(
     return masses, gone, changes
 
 
-def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any], dtype: Any) -> tuple[Any, Any]:
+def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any]) -> tuple[Any, Any]:
     """Return outputs (rows, D), and the shares of summaries (rows,), of attention to slots and to near keys.
 
     `found`: (rows, at least D + 2), of slots, or with the logarithms `sums` (rows,) of their masses (rows, D), see
@@ -183,9 +183,9 @@ def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any], dtype: Any) -> 
     """
     xp, rows, (masses, gone, changes) = namespace(), found.shape[0], near
     D = changes.shape[-1] - 1
-    Y, rests = xp.empty((rows, D), dtype), xp.empty((rows,), np.float32)
+    Y, rests = xp.empty((rows, D), found.dtype), xp.empty((rows,), np.float32)
     sums = on_device(sums, np.float32)
     arguments = [*with_steps(with_rows(found), 1), sums, masses, changes, gone, rows, D, Y, rests]
-    types = stored(found.dtype), stored(Y.dtype)
+    types = (stored(found.dtype),)
     launch("near", "join_near", types, (-(-rows // _WARPS),), arguments, threads=32 * _WARPS)
     return Y, rests

@@ -7,6 +7,7 @@
 
 #include "shared.cuh"
 #include "formats.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -43,16 +44,6 @@ __device__ inline int head_of(int first, unsigned long long listed, int i) {
     if (!listed) return first + i;
     for (; i; --i) listed &= listed - 1;
     return first + __popcll(~listed & (listed - 1));
-}
-
-__device__ inline float largest_of_warp(float x) {
-    for (int far = 16; far; far /= 2) x = max(x, __shfl_xor_sync(ALL, x, far));
-    return x;
-}
-
-__device__ inline float sum_of_warp(float x) {
-    for (int far = 16; far; far /= 2) x += __shfl_xor_sync(ALL, x, far);
-    return x;
 }
 
 }  // namespace

@@ -7,16 +7,7 @@ namespace {
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
 
-__device__ inline double sum_of(double mine, double *shared) {
-    __syncthreads();
-    shared[threadIdx.x] = mine;
-    for (int half = THREADS / 2; half; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    }
-    __syncthreads();
-    return shared[0];
-}
+#include "sum_of_block.cuh"
 
 }  // namespace
 

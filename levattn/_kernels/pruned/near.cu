@@ -5,6 +5,7 @@
 // lanes: a lane has COLUMNS of them.
 
 #include "formats.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -15,18 +16,6 @@ constexpr float REMAINS = 0.25f;
 constexpr unsigned int ALL = 0xffffffffu;
 
 __device__ inline float nothing() { return __int_as_float(0xff800000); }  // −∞
-
-__device__ inline float sum_of_lanes(float x) {
-#pragma unroll
-    for (int half = LANES / 2; half; half /= 2) x += __shfl_xor_sync(ALL, x, half);
-    return x;
-}
-
-__device__ inline float largest_of_lanes(float x) {
-#pragma unroll
-    for (int half = LANES / 2; half; half /= 2) x = max(x, __shfl_xor_sync(ALL, x, half));
-    return x;
-}
 
 // The sum over the lanes of one of four numbers: lanes 8r to 8r + 7 have that of x[r].
 __device__ inline float sums_of_lanes(const float (&x)[ROWS]) {
@@ -127,7 +116,7 @@ struct Mixed {
                 const int j = place_of(left);
                 Columns<COLUMNS> keys;
                 keys.read(from.sums_of(told.name[j]), from.d);
-                const float product = sum_of_lanes(q.times(keys));
+                const float product = sum_of_warp(q.times(keys));
                 if (lane == j) inner = product - inner;
             }
             if (standing >> lane & 1) {
@@ -139,8 +128,8 @@ struct Mixed {
                 rest = remains ? inner / weight + logf(weight) : nothing();
             }
         }
-        const float top = largest_of_lanes(max(logit, rest)), base = top == nothing() ? 0 : top;
-        const float e = expf(logit - base), e_rest = expf(rest - base), total = sum_of_lanes(e + e_rest);
+        const float top = largest_of_warp(max(logit, rest)), base = top == nothing() ? 0 : top;
+        const float e = expf(logit - base), e_rest = expf(rest - base), total = sum_of_warp(e + e_rest);
         const float inverse = total > 0 ? 1 / total : 0, share = e_rest * inverse;
         mass = total > 0 ? logf(total) + base : nothing();
         __syncwarp();
@@ -167,13 +156,13 @@ struct Mixed {
             numbers.read(from.sums_of(slot) + from.d, from.D);
             y.add(told.out[j], numbers);
             numbers.read(from.keys + (long long)slot * from.d, from.d);
-            const float product = sum_of_lanes(q.times(numbers));
+            const float product = sum_of_warp(q.times(numbers));
             if (lane == j) whole = product + from.logs[slot] - mass;
         }
-        const float highest = largest_of_lanes(whole), floor = highest == nothing() ? 0 : highest;
-        const float part = expf(whole - floor), parts = sum_of_lanes(part);
+        const float highest = largest_of_warp(whole), floor = highest == nothing() ? 0 : highest;
+        const float part = expf(whole - floor), parts = sum_of_warp(part);
         ratio = parts > 0 ? min(parts * expf(floor), 1.0f) : 0;
-        summed = sum_of_lanes(share) - ratio;
+        summed = sum_of_warp(share) - ratio;
         told.inner[lane] = parts > 0 ? -ratio * part / parts : 0;
         __syncwarp();
         for (unsigned int left = standing; left; left &= left - 1) {
@@ -271,10 +260,10 @@ __global__ void __launch_bounds__(WARPS *LANES, COLUMNS > 4 ? 1 : 2)
 // Behind its D columns `found` has the share of summaries, and the share of a slot that stands for what is near. With
 // `sums` (rows,), the logarithms of the masses of all slots, it has mean values and nothing behind them. The shares of
 // summaries go to `rests` (rows,). The grid is (rows / 8).
-template <typename Row, typename Out>
+template <typename Row>
 __global__ void __launch_bounds__(WARPS *LANES)
     join_near(const Row *found, long long found_row, const float *sums, const float *masses, const float *changes,
-              const float *gone, long long rows, int D, Out *Y, float *rests) {
+              const float *gone, long long rows, int D, Row *Y, float *rests) {
     const int lane = threadIdx.x % LANES;
     const long long place = (long long)blockIdx.x * WARPS + threadIdx.x / LANES;
     if (place >= rows) return;

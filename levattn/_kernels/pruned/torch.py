@@ -496,7 +496,7 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     near = _near_there(x, q, scale, held, first, last) if there else None
     summed = None if near is None or held.log_weight is not None else _with_sums(q, held, scale)
     if near is not None and summed is not None:
-        return _joined_there(*summed, near, shape, memory_of(q).dtype)
+        return _joined_there(*summed, near, shape)
     if near is None:
         mass, gone, change = _near(definition.scaled(_widened(x)), q, scale, held, first, last)
     else:
@@ -508,16 +508,16 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
     found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass)
     if near is not None:
-        return _joined_there(found, None, near, shape, memory_of(q).dtype)
+        return _joined_there(found, None, near, shape)
     found = found.to(x.q.dtype)
     share = found[..., D + 1 :]
     found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
     return found[..., :D], found[..., D].clamp(min=0)
 
 
-def _joined_there(found: Any, sums: Any, near: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+def _joined_there(found: Any, sums: Any, near: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Return outputs and rest masses: attention to slots joins the sums over near keys."""
-    Y, rest = cuda.join_near(memory_of(found.flatten(0, 2)), memory_of(sums), near, dtype)
+    Y, rest = cuda.join_near(memory_of(found.flatten(0, 2)), memory_of(sums), near)
     return tensor_of(Y).unflatten(0, shape), tensor_of(rest).view(shape)
 
 

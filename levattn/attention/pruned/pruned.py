@@ -148,8 +148,9 @@ def pruned_attention(
         check_sizes({"queries ": (queries, -2, "s"), "Q": (Q, -1, "d"), "queries": (queries, -1, "d")})
     arrays = Q, K, V, given_scores(selection.scores, K) if selection.kind == "given" else None, queries
     tied, stays = rule.slots.window > 0, power is None and rule.function is None and not return_certificate
-    options: dict[str, Any] = {"tied": tied, "held": (), "certified": return_certificate, "stays": stays}
-    call = PrunedCall.of(arrays, heads, mask, query_mask, **options)
+    call = PrunedCall.of(
+        arrays, heads, mask, query_mask, tied=tied, held=(), certified=return_certificate, stays=stays
+    )
     factor = check_scale(scale, Q.shape[-1])
     with call.full_precision():
         return whole_attention(call, rule_for, factor, return_certificate)
