@@ -105,7 +105,12 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "decode": {"attend_parts": _DECODED, "join_parts": tuple((key,) for key in _KEYS if key != "double")},
     "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
     "codes": {"open_codes": tuple((key,) for key in _KEYS if key != "double")},
-    "measure": {"factor_queries": _ONE_REAL},
+    "measure": {
+        "sum_rows": tuple((key,) for key in _KEYS),
+        "add_chunks": ((),),
+        "factor_queries": _ONE_REAL,
+    },
+    "renew": {"renew_slots": (("2",), ("4",), ("8",))},  # columns of a lane
     "near": {
         "attend_near": tuple((*pair, columns) for pair in _NEAR for columns in ("2", "4", "8")),
         "join_near": tuple((row,) for row in dict(_NEAR)),

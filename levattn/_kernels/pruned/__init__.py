@@ -193,8 +193,8 @@ class LabelKernels(Protocol):
 class PrunedOperators(ClusterKernels, Protocol):
     """Pruned attention, which tensors have as well."""
 
-    def at_once(self, q: Any, power: float | None, /) -> int:
-        """Return how many numbers (with logits) the chunks of one call of `mixture` may have; 0 for one chunk."""
+    def at_once(self, q: Any, power: float | None, numbers: int, logits: int, /) -> int:
+        """Return how many chunks one call of `mixture` takes, of so many numbers and logits each; 0 for one."""
 
     def mixture(self, x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None, /) -> tuple[Any, Any]:
         """Return the output (b, g, m, D) and the share of the summaries in each query's weights, (b, g, m).
@@ -222,12 +222,22 @@ class PrunedOperators(ClusterKernels, Protocol):
 class PrunedKernels(PrunedOperators, Protocol):
     """All kernels of pruned attention. In torch, gradients follow the definitions."""
 
+    def renews(self, keys: Any, values: Any, slots: tuple[int, int], leaving: int, /) -> bool:
+        """Tell whether one kernel renews slots with `leaving` keys each time, also in turn.
+
+        `slots`: kept keys and summaries. Then `renewed` returns None for numbers that need an error alone.
+        """
+
+    def running(self, sums: Any, before: Any, /) -> Any:
+        """Return sums (chunks, ...) up to and with each chunk, after others (...), in place."""
+
     def renewed(
         self, x: RenewalArguments, room: dict[str, Any] | None = None, /
-    ) -> tuple[Any, Any, Any, Summaries | None, Any] | None:
-        """Return kept keys, values and places, summaries, and radii or None; or None if the caller must take steps.
+    ) -> tuple[Any, Any, Any, Summaries | None, Any, tuple[Any, Any] | None] | None:
+        """Return kept keys, values and places, summaries, radii or None, and faults; None: the caller must take steps.
 
-        If in turn, the results have an item for each sequence before the first renewal and after each, sequences
+        Faults are None, or flags (items, 2) of moments of queries that are not finite or have no factor, and flags
+        (items,) of finite numbers: no kernel of a device waits to look at them. If in turn, the results have an item for each sequence before the first renewal and after each, sequences
         within renewals. `room`: arrays that calls reuse. With it results are valid until the call after the next, or
         in turn until the next call in turn.
         """

@@ -27,9 +27,9 @@ _STRETCHES = 8  # blocks of TILE_ROWS positions that are worth sums of gradients
 _MOST_PARTS = 8  # of an item, with such sums
 
 
-def at_once(_: Any, power: float | None) -> int:
-    """Return how many numbers the chunks of a call of `mixture` may have, few enough that they stay in the cache."""
-    return _AT_ONCE * max(2, num_threads()) if power is None else 0
+def at_once(_: Any, power: float | None, numbers: int, logits: int) -> int:
+    """Return how many chunks one call of `mixture` takes, few enough that their numbers stay in the cache."""
+    return _AT_ONCE * max(2, num_threads()) // max(1, numbers + logits) if power is None else 0
 
 
 def mixture(x: PrunedArguments, room: dict[str, Any] | None = None, into: Any = None) -> tuple[Any, Any]:
@@ -261,9 +261,14 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         )
 
 
+def renews(_: Any, __: Any, ___: tuple[int, int], ____: int) -> bool:
+    """Return True: one kernel renews any slots."""
+    return True
+
+
 def renewed(
     x: RenewalArguments, room: dict[str, Any] | None = None
-) -> tuple[Any, Any, Any, Summaries | None, Any] | None:
+) -> tuple[Any, Any, Any, Summaries | None, Any, None] | None:
     """Return kept keys and summaries after a selection, or None for non-finite numbers, which the caller reports."""
     room = {} if room is None else room
     b, n, s = x.keys.shape[0], x.keys.shape[1] // len(x.queries), x.kept.shape[1]
@@ -321,10 +326,10 @@ def _renewal(x: RenewalArguments, given: list[Any], new: list[Any], n: int, ahea
     return bool(sound.all())
 
 
-def _as_renewed(x: RenewalArguments, arrays: list[Any]) -> tuple[Any, Any, Any, Summaries | None, Any]:
+def _as_renewed(x: RenewalArguments, arrays: list[Any]) -> tuple[Any, Any, Any, Summaries | None, Any, None]:
     kept, values, places, keys, means, scalars, radius = arrays
     summaries = Summaries(scalars[..., 0], keys, means, scalars[..., 1], scalars[..., 2]) if x.R else None
-    return kept, values, places, summaries, radius if x.bounded and x.R else None
+    return kept, values, places, summaries, radius if x.bounded and x.R else None, None
 
 
 def _taken(room: dict[str, Any], name: str, shape: tuple[int, ...], kind: Any) -> Any:

@@ -18,7 +18,7 @@ from levattn._kernels.cuda_source import (
     with_steps,
 )
 from levattn._kernels.gram.cuda import longest_run, moments
-from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, definition
+from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, RenewalArguments, definition
 from levattn._kernels.pruned.definition import from_rows, sample_step, weighted_mean
 from levattn._kernels.rows import BLOCK, Rows
 
@@ -35,7 +35,12 @@ _NEAR_ROWS = 4  # of a warp
 _NEAR_COLUMNS = (2, 4, 8)  # of a lane
 MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
+# As in renew.cu
+_PLACED = 8  # rows that a warp places at a time
+_RENEWED = 1 << 26  # numbers that one block reads to cluster: more take longer than the launches that it saves
+
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
+_RENEWING = 16 * 32 * 8 + 1024  # the same of renew.cu
 _FACTORING = 8 * 512 + 1024  # the same of measure.cu
 _TABLES = 1 << 31  # bytes of tables of distances at a time
 
@@ -105,18 +110,51 @@ def summed_squares(X: Any, kind: Any) -> Any:
     return moments(rows, np.array([(item, item, 0, n) for item in range(b)], np.int64).reshape(-1, 4))
 
 
+def row_sums(X: Any, chunks: int) -> Any:
+    """Return the sums (chunks · b, d) in float64 over the rows of X (b, g, n, d) in each of some chunks of the n rows."""
+    (b, g, n, d), X = X.shape, with_rows(X)
+    sums = namespace().empty((chunks * b, d))
+    arguments = [*with_steps(X, 3), b, g, n // chunks, d, sums]
+    launch("measure", "sum_rows", (stored(X.dtype),), (chunks * b, -(-d // _LANES)), arguments)
+    return sums
+
+
+def running(sums: Any, before: Any) -> Any:
+    """Return sums (chunks, ...) up to and with each chunk, after others (...), in place."""
+    size = int(before.size)
+    launch("measure", "add_chunks", (), (-(-size // 256),), [sums, on_device(before), len(sums), size])
+    return sums
+
+
 def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:
     """Return a factor (b, d, d) of moments of queries, both means (b, d), and flags of faults; see `LabelKernels`."""
     xp, (b, d), real = namespace(), total.shape, np.dtype(np.float32 if stored(dtype) == "float" else np.float64)
-    shared = 8 * (d * (d | 1) + d)
-    if not b or shared > shared_limit() - _FACTORING:
+    if not b or _factor_bytes(d) > shared_limit() - _FACTORING:
         return None
-    given = [on_device(array, np.float64) for array in (total, second, key_total)]
-    root, means, wrong = xp.empty((b, d, d), real), xp.empty((2, b, d), real), xp.empty((b, 2), np.bool_)
-    arguments = [*given[:2], float(counts[0]), given[2], float(counts[1]), d, JITTER, SPREAD_ROUNDING]
-    arguments += [root, means[0], means[1], wrong]
-    launch("measure", "factor_queries", (TYPES[real.name],), (b,), arguments, threads=512, shared=shared)
+    means = xp.empty((2, b, d), real)
+    root, wrong = _factored(total, second, (counts[0], 0, b), (key_total, counts[1]), means)
     return root, means[0], means[1], wrong
+
+
+def _factored(total: Any, second: Any, counts: tuple[int, int, int], of_keys: tuple[Any, int], means: Any) -> Any:
+    """Return a factor (b, d, d) of moments of queries and flags of faults, and write means (1 or 2, b, d).
+
+    `counts`: of queries, how many more each group of matrices has than the one before, and its size. `of_keys`: the
+    sums over keys and their number, where there are two means.
+    """
+    xp, (b, d), real = namespace(), total.shape, means.dtype
+    root, wrong, (key_total, keys) = xp.empty((b, d, d), real), xp.empty((b, 2), np.bool_), of_keys
+    given = [on_device(array, np.float64) for array in (total, second, key_total)]
+    arguments = [*given[:2], float(counts[0]), float(counts[1]), counts[2], given[2], float(keys), d, JITTER]
+    arguments += [SPREAD_ROUNDING, root, means[0], None if key_total is None else means[1], wrong]
+    shared = _factor_bytes(d)
+    launch("measure", "factor_queries", (TYPES[real.name],), (b,), arguments, threads=512, shared=shared)
+    return root, wrong
+
+
+def _factor_bytes(d: int) -> int:
+    """Return the bytes of shared memory that a factor of d columns takes."""
+    return 8 * (d * (d | 1) + d)
 
 
 def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
@@ -189,3 +227,65 @@ def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any]) -> tuple[Any, A
     types = (stored(found.dtype),)
     launch("near", "join_near", types, (-(-rows // _WARPS),), arguments, threads=32 * _WARPS)
     return Y, rests
+
+
+def renews(d: int, D: int, slots: tuple[int, int], leaving: int) -> bool:
+    """Tell whether one launch renews slots, of keys with d columns and values with D, and whether that is quick.
+
+    `slots`: kept keys and summaries after a renewal.
+    """
+    n = sum(slots) + leaving
+    if not n or not 0 < d <= MOST_COLUMNS or D > MOST_COLUMNS or n * d * (slots[1] + 1) > _RENEWED:
+        return False
+    return max(_factor_bytes(d) + _FACTORING, _renewal_bytes(n, slots[1], d, 0) + _RENEWING) <= shared_limit()
+
+
+def _renewal_bytes(n: int, R: int, d: int, resident: int) -> int:
+    """Return the bytes of shared memory of a renewal of n items, some of them resident."""
+    return 4 * (7 * _whole(n) + resident * (d + _APART) + d + R + 1)
+
+
+def _whole(n: int) -> int:
+    """Return a multiple of the rows that a warp of renew.cu places at a time."""
+    return -(-n // _PLACED) * _PLACED
+
+
+def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
+    """Return the arrays of `Slots` of renew.cu after renewals, flags of faulty moments, and of finite numbers.
+
+    Keys are of float32, and numbers of queries rise in equal steps. See `renews`.
+    """
+    xp, turns, (b, rows, d), D = namespace(), len(x.queries), x.keys.shape, x.values.shape[2]
+    K, V, leaving, R, single = with_rows(x.keys), with_rows(x.values), rows // turns, x.R, np.float32
+    s, before = x.kept.shape[1], 0 if x.summaries is None else x.summaries.weight.shape[1]
+    n, size = before + s + leaving, min(s + leaving, x.size + min(x.sinks, x.oldest + leaving))
+    query = xp.empty((1, turns * b, d), single)
+    step = x.queries[1] - x.queries[0] if turns > 1 else 0
+    root, wrong = _factored(x.total, x.second, (x.queries[0], step, b), (None, 0), query)
+    items = b * (turns + x.in_turn)
+    new = [xp.empty((items, size, *wide), kind) for wide, kind in (((d,), single), ((D,), single), ((), np.int64))]
+    new += [xp.empty((items, R, *wide)) for wide in ((d,), (D,), (), (), ())]
+    new.append(xp.empty((items, R)) if x.bounded and R else None)
+    room = shared_limit() - _RENEWING - _renewal_bytes(n, R, d, 0)
+    resident = min(_whole(n), room // (4 * (d + _APART)) // _PLACED * _PLACED)
+    outside = xp.empty((b, _whole(n) - resident, d), single) if resident < n else None
+    finite = xp.empty((turns * b,), np.bool_)
+    arguments = [*with_steps(K, 2), *with_steps(V, 2), root, query, on_device(x.origin, single), b, turns, leaving, d, D]
+    arguments += [x.oldest, x.sinks, x.residual, x.in_turn, SAME, TILT, resident, outside, *_held(x), s, before]
+    columns = next(each for each in _NEAR_COLUMNS if 32 * each >= max(d, D))
+    shared = _renewal_bytes(n, R, d, resident)
+    given = [*arguments, *new, size, R, finite]
+    launch("renew", "renew_slots", (str(columns),), (b,), given, threads=512, shared=shared)
+    return new, wrong, finite
+
+
+def _held(x: RenewalArguments) -> list[Any]:
+    """Return the arrays of `Slots` of renew.cu before renewals."""
+    held = x.summaries
+    kept = [on_device(x.kept, np.float32), on_device(x.kept_values, np.float32), on_device(x.kept_places, np.int64)]
+    if held is None:
+        return [*kept, *(None,) * 6]
+    radius = x.radius
+    if x.bounded and radius is None:
+        radius = namespace().full(held.weight.shape, np.inf)
+    return [*kept, *map(on_device, (held.keys, held.values, held.weight, held.offset, held.count, radius))]

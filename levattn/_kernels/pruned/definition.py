@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import array_api_compat
@@ -21,9 +22,9 @@ _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center
 
 
-def at_once(_: Any, __: float | None) -> int:
-    """Return how many numbers the chunks of one call of `mixture` may have."""
-    return _ENTRIES
+def at_once(_: Any, __: float | None, numbers: int, logits: int) -> int:
+    """Return how many chunks one call of `mixture` takes, of so many numbers and logits each; 0 for one."""
+    return _ENTRIES // max(1, numbers + logits)
 
 
 def sample_step(n: int, R: int) -> int:
@@ -219,8 +220,21 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
+def renews(_: Any, __: Any, ___: tuple[int, int], ____: int) -> bool:
+    """Return False: the caller renews in steps."""
+    return False
+
+
 def renewed(_: RenewalArguments, __: dict[str, Any] | None = None) -> None:
     """Return None, so that the caller renews in steps."""
+
+
+def running(sums: Any, before: Any) -> Any:
+    """Return sums (chunks, ...) up to and with each chunk, after others (...), in place."""
+    sums[0] += before
+    for one, after in pairwise(sums):  # `np.add.accumulate` is slow along this axis
+        after += one
+    return sums
 
 
 def scaled(x: PrunedArguments) -> PrunedArguments:

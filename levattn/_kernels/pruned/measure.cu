@@ -1,34 +1,78 @@
-// The measure of differences of keys by the moments of queries: a factor of the moments, and the means.
+// The measure of differences of keys by the moments of queries: sums, also of chunks, a factor of the moments, and the means.
 
+#include "formats.cuh"
 #include "shared.cuh"
 
 namespace {
 
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
+constexpr int ADDING = 256;  // threads of a block that adds rows
+constexpr int AT_ONCE = 4;   // rows that a thread reads before it adds them
 
 #include "sum_of_block.cuh"
 
 }  // namespace
 
-// Of sums over `count` queries, total (b, d) and second (b, d, d), and over `keys` keys, key_total (b, d): write a lower
+// Write to `sums` (chunks b, d) the sums over the rows of each chunk of X (b, g, n, d), whose first three steps are given
+// in numbers. The n rows are cut into chunks of `length`; those of all g heads belong together. A block has 32 columns of
+// a chunk of a sequence, and the grid is (chunks b, 32 columns). The order of the sums depends on g and `length` alone.
+template <typename Key>
+__global__ void __launch_bounds__(ADDING)
+    sum_rows(const Key *X, long long item_step, long long head_step, long long row_step, int b, int g, int length, int d,
+             double *sums) {
+    __shared__ double parts[ADDING / 32][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 32 * blockIdx.y + lane, rows = g * length;
+    const int chunk = blockIdx.x / b, sequence = blockIdx.x % b;
+    const Key *const from = X + sequence * item_step + (long long)chunk * length * row_step + column;
+    double sum = 0;
+    for (int low = warp; low < rows; low += AT_ONCE * (ADDING / 32)) {
+        double read[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int row = low + u * (ADDING / 32), head = row / length;
+            const bool here = row < rows && column < d;
+            read[u] = here ? (double)widen(from[head * head_step + (row - head * length) * row_step]) : 0.0;
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) sum += read[u];
+    }
+    parts[warp][lane] = sum;
+    __syncthreads();
+    if (warp || column >= d) return;
+    for (int k = 1; k < ADDING / 32; ++k) sum += parts[k][lane];
+    sums[(long long)blockIdx.x * d + column] = sum;
+}
+
+// Replace `sums` (chunks, size) of chunks by those up to and with each chunk, after the sums `before` (size,).
+__global__ void __launch_bounds__(ADDING) add_chunks(double *sums, const double *before, int chunks, long long size) {
+    const long long i = (long long)blockIdx.x * ADDING + threadIdx.x;
+    if (i >= size) return;
+    double sum = before[i];
+    for (int chunk = 0; chunk < chunks; ++chunk) sums[chunk * size + i] = sum = sum + sums[chunk * size + i];
+}
+
+// Of sums over queries, total (b, d) and second (b, d, d), and over `keys` keys, key_total (b, d) or null: write a lower
 // factor (b, d, d) of the moment of the queries about their mean, with a share of its trace added to its diagonal, and
 // both means (b, d). The share is `jitter` of the moment about the mean or `rounding` of that about zero, whichever is
 // more. In `wrong` (b, 2) are flags: moments are not finite, which count as zeros, or have no factor. A block has a matrix.
+// There are `count` queries, and `each` more for each further `group` of the b matrices.
 template <typename Real>
 __global__ void __launch_bounds__(THREADS, 1)
-    factor_queries(const double *total, const double *second, double count, const double *key_total, double keys, int d,
-                   double jitter, double rounding, Real *root, Real *query, Real *origin, bool *wrong) {
+    factor_queries(const double *total, const double *second, double count, double each, int group,
+                   const double *key_total, double keys, int d, double jitter, double rounding, Real *root, Real *query,
+                   Real *origin, bool *wrong) {
     DYNAMIC_SHARED(memory);
     __shared__ double reduced[THREADS];
     const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long item = blockIdx.x, size = (long long)d * d;
+    count += each * (blockIdx.x / group);
     double *const A = (double *)memory, *const mean = A + d * pitch;
     const double *const from = second + item * size;
     for (int i = threadIdx.x; i < d; i += THREADS) {
         mean[i] = total[item * d + i] / count;
         query[item * d + i] = (Real)mean[i];
-        origin[item * d + i] = (Real)(key_total[item * d + i] / keys);
+        if (key_total) origin[item * d + i] = (Real)(key_total[item * d + i] / keys);
     }
     __syncthreads();
     double infinite = 0, spread = 0, square = 0;

@@ -24,6 +24,7 @@ from levattn._kernels.dispatch import kernels_for
 from levattn._kernels.pruned import (
     PrunedArguments,
     PrunedGradients,
+    RenewalArguments,
     Summaries,
     cuda,
     cuda_decode,
@@ -67,12 +68,46 @@ def radii(labels: Any, items: Summaries, item_radii: Any, summaries: Summaries) 
 
 def row_moments(X: Any, squares: bool, chunks: int = 1) -> tuple[Any, Any]:
     """Return the sums (b, d) of rows and, if `squares`, the sums (b, d, d) of x xᵀ in float64, for each chunk."""
-    if squares and chunks == 1 and is_read_there([X]):
-        rows = X.flatten(1, 2)
+    if not is_read_there([X]) or not X.numel():
+        return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
+    second = None
+    if squares:
+        rows = X.unflatten(2, (chunks, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)
         second = cuda.summed_squares(memory_of(rows), str(X.dtype).rpartition(".")[2])
-        if second is not None:
-            return rows.sum(1, dtype=torch.float64), tensor_of(second)
-    return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
+        if second is None:
+            return cast(tuple[Any, Any], on_memory("row_moments", X, squares, chunks))
+        second = tensor_of(second)
+    return tensor_of(cuda.row_sums(memory_of(X), chunks)), second
+
+
+def running(sums: Any, before: Any) -> Any:
+    """Return sums (chunks, ...) up to and with each chunk, after others (...), in place."""
+    if not is_read_there([sums, before]):
+        return definition.running(sums, before)
+    cuda.running(memory_of(sums), memory_of(before))
+    return sums
+
+
+def renews(keys: Any, values: Any, slots: tuple[int, int], leaving: int) -> bool:
+    """Tell whether one kernel renews slots with `leaving` keys each time, also in turn."""
+    if keys.dtype != torch.float32 or values.dtype != torch.float32 or not is_read_there([keys, values]):
+        return False
+    return cuda.renews(keys.shape[2], values.shape[2], slots, leaving)
+
+
+def renewed(x: RenewalArguments, _: dict[str, Any] | None = None) -> Any:
+    """Return slots after renewals and flags of faults, or None; see `PrunedKernels`."""
+    slots = x.size + x.sinks + x.kept.shape[1], max(x.R, 0 if x.summaries is None else x.summaries.weight.shape[1])
+    if not renews(x.keys, x.values, slots, x.keys.shape[1] // len(x.queries)):
+        return None
+    given: list[Any] = []
+    mapped(x, given.append)
+    if not is_read_there(given):
+        return None
+    new, *faults = cuda.renew_slots(mapped(x, memory_of))
+    kept, values, places, sums, value_sums, *scalars = (None if array is None else tensor_of(array) for array in new)
+    held = Summaries(scalars[0], sums, value_sums, *scalars[1:3]) if x.R else None
+    return kept, values, places, held, scalars[3], tuple(map(tensor_of, faults))
 
 
 def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:
@@ -227,9 +262,11 @@ def is_fused(*tensors: Any) -> bool:
     return tensors[0].device.type != "cpu" and not any(map(is_transformed, tensors)) and not has_tangent(tensors)
 
 
-def at_once(q: Any, power: float | None) -> int:
-    """Return how many numbers the chunks of one call of `mixture` may have."""
-    return _ENTRIES if power is None and is_fused(q) else definition.at_once(q, power)
+def at_once(q: Any, power: float | None, numbers: int, logits: int) -> int:
+    """Return how many chunks one call of `mixture` takes, of so many numbers and logits each."""
+    if power is not None or not is_fused(q):
+        return definition.at_once(q, power, numbers, logits)
+    return _ENTRIES // max(1, numbers + (logits if q.dtype == torch.float64 else 0))  # others have a fused kernel
 
 
 def attended_slots(
@@ -418,6 +455,9 @@ def _on_device(X: Any) -> bool:
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
     """Return the output (b, g, m, D), and the share of the summaries in each query's weights, (b, g, m)."""
+    if x.chunks > 1:
+        parts = (part.unflatten(0, (x.chunks, -1)).movedim(0, 2).flatten(2, 3) for part in mixture(_chunks_of(x)))
+        return next(parts), next(parts)
     (b, _, m, _), first, last = x.q.shape, np.asarray(x.first, np.int64), np.asarray(x.last, np.int64)
     near = int(np.max(last - first, initial=0))
     slots = x.kept_keys.shape[1] + (0 if x.summaries is None else x.summaries.weight.shape[1])
@@ -446,6 +486,15 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
         found = attended_slots(q, keys[:, None], values[:, None], weight, scale, causal=near > 0).to(x.q.dtype)
         return found[..., :D], found[..., D] if marked else found.new_zeros(found.shape[:-1])
     return _with_near(x, q, scale, held, first, last)
+
+
+def _chunks_of(x: PrunedArguments) -> PrunedArguments:
+    """Return a mixture whose chunks are items of its batch."""
+    length = x.q.shape[2] // x.chunks
+    near = x.keys.shape[1] - (x.chunks - 1) * length
+    q = x.q.unflatten(2, (x.chunks, length)).movedim(2, 0).flatten(0, 1)
+    keys, values = (rows.unfold(1, near, length).movedim(1, 0).mT.flatten(0, 1) for rows in (x.keys, x.values))
+    return replace(x, q=q, keys=keys, values=values, chunks=1)
 
 
 def _widened(x: PrunedArguments) -> PrunedArguments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def selected_anew(
         return part
     if rule.at_once:
         of_queries = part.queries.total, part.queries.second, (part.queries.count,), part.keys.mean
-        found = _renewed_at_once(rule, part, leaving, of_queries, room, bounded)
+        found = _renewed_at_once(rule, part, leaving, of_queries, room, bounded, checks)
         if found is not None:
             return found
     xp, slots, held = namespace_of(part.recent), rule.slots, part.summaries
@@ -107,6 +107,7 @@ def _renewed_at_once(
     sums: Any,
     room: dict[str, Any],
     bounded: bool,
+    checks: Checks,
     in_turn: bool = False,
 ) -> PrunedPart | None:
     """Return the part after a selection by one kernel; None without one, or for numbers that need an error.
@@ -141,7 +142,10 @@ def _renewed_at_once(
     )
     if found is None:
         return None
-    kept, values, places, summaries, radius = found
+    kept, values, places, summaries, radius, faults = found
+    if faults is not None:
+        choice.refuse_faults(faults[0], checks)
+        choice.refuse_infinite(faults[1], kept.dtype, checks)
     return replace(
         part,
         kept=kept,
@@ -250,9 +254,16 @@ class _Walk:
         if (part.summaries is None) != (not slots.summaries):
             return 1
         most = slots.total - slots.selected + min(slots.selected, part.positions + left)  # with a threshold any number
-        numbers = b * (most * (g * length + d + V.shape[2]) + d * d)
-        fit: int = PRUNING.at_once(q, rule.power) // max(1, numbers)
+        numbers = b * (most * (d + V.shape[2]) + d * d)
+        fit: int = PRUNING.at_once(q, rule.power, numbers, b * most * g * length)
         return max(1, min(left // length, fit))
+
+    def in_turn(self, part: PrunedPart, rows: list[Any], length: int) -> bool:
+        """Tell whether one kernel makes the selections after several chunks."""
+        if not self.rule.at_once or self.certified:
+            return False
+        renews: bool = PRUNING.renews(*rows[:2], (part.kept.shape[1], self.rule.slots.summaries), length)
+        return renews
 
 
 def causal_attention(
@@ -458,7 +469,7 @@ def _run(
     """
     xp, rule, T = namespace_of(q), walk.rule, q.shape[2]
     length, near = T // count, rows[0].shape[1] - T
-    if count > 1 and isinstance(q, np.ndarray):
+    if count > 1 and walk.in_turn(part, rows, length):
         return _run_in_turn(walk, part, q, rows, count, last, checks, room, into)
     queries, keys = [part.queries], [part.keys]
     if count > 1 or not last:
@@ -529,7 +540,7 @@ def _run_in_turn(
         total[:followed].reshape(-1, *total.shape[2:]),
         second[:followed].reshape(-1, *second.shape[2:]),
         tuple(queries[:followed]),
-        (of_keys[:followed] / np.array(keys[:followed], np.float64)[:, None, None]).reshape(-1, of_keys.shape[2]),
+        (of_keys / _from_to(of_keys, keys[0], length, count)[:, None, None])[:followed].reshape(-1, of_keys.shape[2]),
     )
     part = replace(
         part,
@@ -539,7 +550,7 @@ def _run_in_turn(
         queries=choice.Sums(total[-1], second[-1], queries[-1]),
         positions=part.positions + T,
     )
-    each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, in_turn=True)
+    each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, checks, in_turn=True)
     if each is None:
         for i in range(count):
             here, last_one = slice(i * length, (i + 1) * length), last and i == count - 1
@@ -576,11 +587,14 @@ def _running(X: Any, count: int, before: choice.Sums, factor: float = 1.0) -> li
             sums = found[i].reshape(count, *begin.shape)
             if factor != 1:
                 sums *= times
-            sums[0] += begin
-            for one, after in pairwise(sums):  # `np.add.accumulate` is slow along this axis
-                after += one
-            found[i] = sums
+            found[i] = PRUNING.running(sums, begin)
     return found
+
+
+def _from_to(like: Any, first: int, step: int, count: int) -> Any:
+    """Return first, first + step, ... in float64, on the device of an array."""
+    xp = namespace_of(like)
+    return xp.arange(first, first + count * step, step, dtype=xp.float64, device=device_of(like))
 
 
 def _sums_after(

@@ -145,8 +145,7 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
         found = kernels.factor_queries(queries.total, queries.second, keys.total, counts, dtype)
         if found is not None:
             root, query, origin, wrong = found
-            checks.expect(~xp.any(wrong[:, 0]), _NOT_FINITE.format("queries"))
-            checks.expect(~xp.any(wrong[:, 1]), _TOO_FAR)
+            refuse_faults(wrong, checks)
             return Measure(root, query, origin)
     moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
@@ -162,6 +161,22 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
         xp.astype(_factor(moment, checks), dtype),
         xp.astype(zero if power is not None else queries.mean, dtype),
         xp.astype(zero if power is not None else keys.mean, dtype),
+    )
+
+
+def refuse_faults(wrong: Any, checks: Checks) -> None:
+    """Expect no flags (b, 2) of moments of queries that are not finite, or have no factor."""
+    xp = namespace_of(wrong)
+    checks.expect(~xp.any(wrong[:, 0]), _NOT_FINITE.format("queries"))
+    checks.expect(~xp.any(wrong[:, 1]), _TOO_FAR)
+
+
+def refuse_infinite(finite: Any, dtype: Any, checks: Checks) -> None:
+    """Expect flags of finite products of queries and keys."""
+    checks.expect(
+        namespace_of(finite).all(finite),
+        f"squares of products of queries and K are beyond {dtype}, or one holds NaN or infinity; give finite "
+        "arrays with smaller entries, or of float64",
     )
 
 
@@ -353,11 +368,7 @@ def scored(
     xp = namespace_of(X)
     with np.errstate(over="ignore", invalid="ignore"):
         squares = xp.sum(X * X, axis=-1)
-    checks.expect(
-        xp.all(xp.isfinite(squares)),
-        f"squares of products of queries and K are beyond {X.dtype}, or one holds NaN or infinity; give finite "
-        "arrays with smaller entries, or of float64",
-    )
+    refuse_infinite(xp.isfinite(squares), X.dtype, checks)
     tiny = xp.full((), 1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2
