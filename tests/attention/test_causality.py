@@ -186,7 +186,8 @@ def test_no_batch_mate_changes_a_bit(name: str, storage: str, dtype: str) -> Non
     whole = results(name, arrays, storage)
     for some in (slice(0, 1), slice(2, 4)):
         found = results(name, operator.each(lambda x, some=some: x[some], arrays), storage)
-        if (name, storage) == ("window, capped", "torch"):  # products of several matrices round by their number
+        # torch's products of several matrices round by their number, and its exponentials by places in an array
+        if storage == "torch" and name in ("window, capped", "rg_lru"):
             np.testing.assert_allclose(found, whole[some], rtol=0, atol=64 * np.finfo(dtype).eps * abs(whole).max())
         else:
             np.testing.assert_array_equal(found, whole[some])

@@ -1,13 +1,21 @@
-"""Causal selections on a CUDA device, run on the CPU: one kernel makes them in turn, as the kernel of main memory does."""
+"""Causal selections on a CUDA device, run on the CPU: one kernel renews slots in turn, as that of main memory does.
+
+Inside: kernels are compared with those of main memory, at the limits of their memory.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from emulator import in_orders
+from levattn._kernels.pruned import RenewalArguments, Summaries, cpu
+from levattn._kernels.pruned import cuda as pruned_cuda
 from levattn.attention import Selection, causal_pruned_attention
+from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH
 
 if not HAS_TORCH:
@@ -15,24 +23,245 @@ if not HAS_TORCH:
 
 import torch
 
-CASES: list[dict[str, Any]] = [
-    {"budget": 64},
+NAMES = ("weight", "keys", "values", "offset", "count")
+RENEWALS: list[dict[str, Any]] = [
+    {},
+    {"residual": False},
+    {"R": 0},
+    {"R": 0, "residual": False},
+    {"d": 1, "D": 1, "n": 1, "R": 1},
+    {"d": 70, "D": 33, "R": 9},
+    {"d": 130, "D": 140, "n": 9, "s": 3},
+    {"D": 1, "sinks": 2, "turns": 1},
+    {"s": 0, "before": 0, "turns": 1, "in_turn": False, "bounded": False},
+    {"s": 2, "before": 3, "R": 7, "turns": 1, "in_turn": False},
+    {"before": 0, "turns": 1, "in_turn": False},
+    {"R": 40, "n": 7},
 ]
 
 
-def drawn(b: int, g: int, T: int, d: int, D: int, seed: int = 0) -> tuple[Any, Any, Any]:
-    generator = torch.Generator().manual_seed(seed)
+def renewal(
+    b: int = 2,
+    *,
+    n: int = 11,
+    s: int = 8,
+    before: int = 5,
+    R: int = 5,
+    d: int = 6,
+    D: int = 4,
+    turns: int = 3,
+    sinks: int = 0,
+    residual: bool = True,
+    in_turn: bool = True,
+    bounded: bool = True,
+) -> RenewalArguments:
+    """Renewals of random slots; one summary has no members."""
+    rng = np.random.default_rng(n + s + R + d)
+    before = R if in_turn else before
+    held = None
+    if before:
+        count = rng.integers(1, 9, (b, before)).astype(np.float64)
+        count[0, -1] = 0
+        weight = count * rng.uniform(0.5, 2, count.shape)
+        sums = (rng.standard_normal((b, before, width)) * weight[..., None] for width in (d, D))
+        held = Summaries(weight, *sums, rng.standard_normal(count.shape) * weight, count)
+    queries = rng.standard_normal((turns * b, 3 * d + 1, d)) + rng.standard_normal(d)
+    count = queries.shape[1]
+    return RenewalArguments(
+        kept=rng.standard_normal((b, s, d)).astype(np.float32),
+        kept_values=rng.standard_normal((b, s, D)).astype(np.float32),
+        kept_places=np.tile(np.arange(s, dtype=np.int64), (b, 1)),
+        keys=rng.standard_normal((b, turns * n, d)).astype(np.float32),
+        values=rng.standard_normal((b, turns * n, D)).astype(np.float32),
+        oldest=s + before,
+        summaries=held,
+        radius=None if held is None else rng.uniform(0, 1, held.weight.shape),
+        total=queries.sum(1) * np.repeat(1 + np.arange(turns), b)[:, None],
+        second=queries.mT @ queries * np.repeat(1 + np.arange(turns), b)[:, None, None],
+        queries=tuple(count * (turn + 1) for turn in range(turns)),
+        origin=rng.standard_normal((turns * b, d)).astype(np.float32) / 4,
+        size=s - sinks if in_turn else 6,
+        sinks=sinks,
+        R=R,
+        residual=residual,
+        bounded=bounded and R > 0,
+        in_turn=in_turn,
+    )
+
+
+def renewed_there(x: RenewalArguments) -> tuple[Any, ...]:
+    """What the kernel of a device writes, absent arrays as zeros."""
+    new, wrong, finite = pruned_cuda.renew_slots(x)
+    assert not wrong.any()
+    assert finite.all()
+    return tuple(np.zeros(0) if array is None else array for array in new)
+
+
+def check(x: RenewalArguments) -> None:
+    """The slots are those of main memory, and no order of threads changes a bit."""
+    found = in_orders(renewed_there, x)
+    answer = cpu.renewed(x)
+    assert answer is not None
+    kept, values, places, held, radius, faults = answer
+    assert faults is None
+    np.testing.assert_array_equal(found[2], places)
+    np.testing.assert_array_equal(found[0], kept)
+    np.testing.assert_array_equal(found[1], values)
+    if held is None:
+        assert not any(array.size for array in found[3:])
+        return
+    sums = dict(zip(("keys", "values", "weight", "offset", "count"), found[3:8], strict=True))
+    np.testing.assert_array_equal(sums["count"], held.count)
+    for name in NAMES:
+        size = 1 + np.abs(vars(held)[name]).max()
+        np.testing.assert_allclose(sums[name], vars(held)[name], rtol=0, atol=2e-5 * size)
+    if radius is not None:
+        np.testing.assert_allclose(found[8], radius, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("shape", RENEWALS, ids=str)
+def test_slots_are_those_of_main_memory(shape: dict[str, Any]) -> None:
+    check(renewal(**shape))
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("rows", [0, 8, 16, 24])
+def test_rows_beyond_shared_memory_are_read_elsewhere(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = renewal()
+    n = 5 + 8 + 11
+    fixed = pruned_cuda._RENEWING + pruned_cuda._renewal_bytes(n, x.R, 6, rows)
+    monkeypatch.setattr(pruned_cuda, "shared_limit", lambda: fixed)
+    check(x)
+
+
+@pytest.mark.usefixtures("host")
+def test_equal_keys_are_chosen_in_their_order() -> None:
+    """Scores that tie, and clusters of equal rows: on ties the first counts."""
+    x = renewal(n=12, R=4)
+    rows = np.repeat(np.random.default_rng(0).integers(-2, 3, (2, 9, 6)), 4, axis=1).astype(np.float32)
+    check(replace(x, keys=rows, origin=np.zeros_like(x.origin)))
+
+
+@pytest.mark.usefixtures("host")
+def test_a_sequence_alone_has_the_same_bits() -> None:
+    x, b, turns = renewal(3), 3, 3
+    whole = renewed_there(x)
+    for i in range(b):
+        one = slice(i, i + 1)
+        apart = replace(
+            x,
+            **{
+                name: vars(x)[name][one] for name in ("kept", "kept_values", "kept_places", "keys", "values", "radius")
+            },
+            summaries=Summaries(*(array[one] for array in vars(x.summaries).values())),
+            **{name: vars(x)[name][i::b] for name in ("total", "second", "origin")},
+        )
+        for found, expected in zip(renewed_there(apart), whole, strict=True):
+            assert len(found) == turns + 1
+            np.testing.assert_array_equal(found, expected[i::b])
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("fault", ["NaN in a key", "a key too long", "no moment", "infinite queries"])
+def test_faults_are_flagged_and_nothing_is_written_elsewhere(fault: str) -> None:
+    x = renewal()
+    keys, second = x.keys.copy(), x.second.copy()
+    if fault == "NaN in a key":
+        keys[1, 13] = np.nan
+    elif fault == "a key too long":
+        keys[1, 13] = 3e38
+    elif fault == "no moment":
+        second[3] = -second[3]
+    else:
+        second[3, 0, 0] = np.inf
+    _, wrong, finite = pruned_cuda.renew_slots(replace(x, keys=keys, second=second))
+    flags = np.zeros((3, 2, 3), np.bool_)
+    flags[..., :2], flags[..., 2] = wrong.reshape(3, 2, 2), ~finite.reshape(3, 2)
+    assert flags[0].sum() == 0
+    assert not flags[:, 0].any()
+    assert flags[1, 1, {"infinite queries": 0, "no moment": 1}.get(fault, 2)]
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "uint16"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 3, 24, 5, 4), (3, 2, 70, 33, 2), (1, 1, 300, 64, 1)], ids=str)
+def test_sums_of_rows_are_those_of_each_chunk(shape: tuple[int, ...], dtype: str) -> None:
+    """Of a view, in any order of threads; words of 16 bits are of bfloat16."""
+    b, g, n, d, chunks = shape
+    X = np.random.default_rng(n).integers(-9, 10, (b, g, n, d + 2)).astype(np.float32)
+    given = (X.view(np.uint32) >> 16).astype(np.uint16) if dtype == "uint16" else X.astype(dtype)
+    sums = in_orders(pruned_cuda.row_sums, given[..., 1:-1], chunks)
+    parts = X[..., 1:-1].astype(np.float64).reshape(b, g, chunks, n // chunks, d)
+    np.testing.assert_array_equal(sums, parts.sum((1, 3)).transpose(1, 0, 2).reshape(chunks * b, d))
+
+
+@pytest.mark.usefixtures("host")
+def test_sums_run_on_from_chunk_to_chunk() -> None:
+    sums, before = np.random.default_rng(0).standard_normal((5, 2, 7, 7)), np.ones((2, 7, 7))
+    expected = cpu.definition.running(sums.copy(), before)
+    np.testing.assert_array_equal(in_orders(lambda: pruned_cuda.running(sums.copy(), before)), expected)
+
+
+def drawn(b: int, g: int, T: int, d: int = 24, D: int = 16) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(T)
     sizes = (b, g, T, d), (b, 1, T, d), (b, 1, T, D)
-    return tuple(torch.randn(*size, generator=generator) for size in sizes)  # type: ignore[return-value]
+    return tuple(torch.randn(*size, generator=generator) for size in sizes)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_selections_are_those_of_main_memory(case: dict[str, Any], tensors: Any) -> None:
+SELECTIONS: list[Any] = [
+    Selection(64),
+    Selection(64, scores="expected"),
+    Selection(64, summaries=0),
+    Selection(size=20, window=8, sinks=2, renew_every=50),
+    Selection(40, window=0, summaries=30),
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+def test_calls_are_those_of_main_memory(selection: Any, tensors: Any) -> None:
+    """At once, and continued from a state at any place: outputs, kept keys and bounds."""
     there, _, _ = tensors
-    Q, K, V = drawn(2, 3, 400, 24, 16)
-    selection = Selection(**case)
-    exact, kept = causal_pruned_attention(Q, K, V, selection, return_state=True)
-    found, state = causal_pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), selection, return_state=True)
-    torch.testing.assert_close(found.inner, exact, rtol=0, atol=1e-5)
-    for one, two in zip(state.parts, kept.parts, strict=True):
-        np.testing.assert_array_equal(one.kept_places.inner.numpy(), two.kept_places)
+    given = drawn(2, 3, 450)
+    exact, kept = causal_pruned_attention(*given, selection, return_state=True)
+    Q, K, V = (there.CudaTensor(X, 1) for X in given)
+    for cuts in ([450], [100, 101, 333, 450], [300, 450]):
+        state, low, parts = selection, 0, []
+        for high in cuts:
+            rows = (X[:, :, low:high] for X in (Q, K, V))
+            Y, state = causal_pruned_attention(*rows, state, return_state=True)
+            parts.append(Y.inner)
+            low = high
+        torch.testing.assert_close(torch.cat(parts, 2), exact, rtol=0, atol=1e-5)
+        for one, two in zip(state.parts, kept.parts, strict=True):
+            np.testing.assert_array_equal(one.kept_places.inner.numpy(), two.kept_places)
+            assert one.positions == two.positions
+            if two.radius is not None:
+                np.testing.assert_allclose(one.radius.inner.numpy(), two.radius, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["residual", "expected"])
+def test_no_batch_and_no_future_changes_a_bit(kind: str, tensors: Any) -> None:
+    there, _, _ = tensors
+    given, selection = drawn(3, 2, 400), Selection(64, scores=kind)
+    whole = causal_pruned_attention(*(there.CudaTensor(X, 1) for X in given), selection).inner
+    for batch, end in ((slice(1, 2), 400), (slice(0, 3), 290)):
+        parts = [there.CudaTensor(X[batch, :, :end].contiguous(), 1) for X in given]
+        found = causal_pruned_attention(*parts, selection).inner
+        torch.testing.assert_close(found, whole[batch, :, :end], rtol=0, atol=2e-6)  # attention is torch's
+    kept = [
+        causal_pruned_attention(*(there.CudaTensor(X[batch], 1) for X in given), selection, return_state=True)[1]
+        for batch in (slice(0, 3), slice(1, 2))
+    ]
+    for name in ("keys", "values", "weight", "offset", "count"):
+        one, two = (vars(state.parts[0].summaries)[name].inner for state in kept)
+        torch.testing.assert_close(one[1:2], two, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("change", "match"), [(np.nan, "NaN"), (3e38, "too large|beyond")])
+def test_numbers_that_need_an_error_raise_it(change: float, match: str, tensors: Any) -> None:
+    there, _, _ = tensors
+    Q, K, V = drawn(1, 1, 400)
+    K[0, 0, 250, 3] = change
+    with pytest.raises(NonFiniteError, match=match):
+        causal_pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), 64)

@@ -236,8 +236,10 @@ class PrunedKernels(PrunedOperators, Protocol):
     ) -> tuple[Any, Any, Any, Summaries | None, Any, tuple[Any, Any] | None] | None:
         """Return kept keys, values and places, summaries, radii or None, and faults; None: the caller must take steps.
 
-        Faults are None, or flags (items, 2) of moments of queries that are not finite or have no factor, and flags
-        (items,) of finite numbers: no kernel of a device waits to look at them. If in turn, the results have an item for each sequence before the first renewal and after each, sequences
+        Kernels of a device wait for nothing, so faults are flags there, else None. The first (items, 2) are of moments
+        of queries that are not finite, or have no factor. The others (items,) are of finite products with keys.
+
+        If in turn, the results have an item for each sequence before the first renewal and after each, sequences
         within renewals. `room`: arrays that calls reuse. With it results are valid until the call after the next, or
         in turn until the next call in turn.
         """

@@ -14,6 +14,7 @@ from levattn._core.threads import num_threads
 from levattn._kernels.jit import SCORE_VECTORS, VECTOR_BYTES
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, clusters, definition
 from levattn._kernels.pruned.backward import mixture_back_tasks
+from levattn._kernels.pruned.definition import running as running
 from levattn._kernels.pruned.definition import sample_step
 from levattn._kernels.pruned.mixture import mixture_tasks, pack_near, pack_slots, whole_vectors
 from levattn._kernels.pruned.panels import TILE_ROWS
@@ -261,7 +262,7 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         )
 
 
-def renews(_: Any, __: Any, ___: tuple[int, int], ____: int) -> bool:
+def renews(_: Any, __: Any, ___: tuple[int, int], ____: int, /) -> bool:
     """Return True: one kernel renews any slots."""
     return True
 

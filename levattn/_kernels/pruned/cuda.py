@@ -111,7 +111,7 @@ def summed_squares(X: Any, kind: Any) -> Any:
 
 
 def row_sums(X: Any, chunks: int) -> Any:
-    """Return the sums (chunks · b, d) in float64 over the rows of X (b, g, n, d) in each of some chunks of the n rows."""
+    """Return the sums (chunks · b, d) in float64 over the rows of X (b, g, n, d) in each chunk of n."""
     (b, g, n, d), X = X.shape, with_rows(X)
     sums = namespace().empty((chunks * b, d))
     arguments = [*with_steps(X, 3), b, g, n // chunks, d, sums]
@@ -264,18 +264,30 @@ def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
     root, wrong = _factored(x.total, x.second, (x.queries[0], step, b), (None, 0), query)
     items = b * (turns + x.in_turn)
     new = [xp.empty((items, size, *wide), kind) for wide, kind in (((d,), single), ((D,), single), ((), np.int64))]
-    new += [xp.empty((items, R, *wide)) for wide in ((d,), (D,), (), (), ())]
-    new.append(xp.empty((items, R)) if x.bounded and R else None)
+    sums = [(d,), (D,), (), (), ()] + [()] * x.bounded
+    new += [xp.empty((items, R, *wide)) if R else None for wide in sums] + [None] * (6 - len(sums))
     room = shared_limit() - _RENEWING - _renewal_bytes(n, R, d, 0)
     resident = min(_whole(n), room // (4 * (d + _APART)) // _PLACED * _PLACED)
     outside = xp.empty((b, _whole(n) - resident, d), single) if resident < n else None
     finite = xp.empty((turns * b,), np.bool_)
-    arguments = [*with_steps(K, 2), *with_steps(V, 2), root, query, on_device(x.origin, single), b, turns, leaving, d, D]
+    arguments = [
+        *with_steps(K, 2),
+        *with_steps(V, 2),
+        root,
+        query,
+        on_device(x.origin, single),
+        b,
+        turns,
+        leaving,
+        d,
+        D,
+    ]
     arguments += [x.oldest, x.sinks, x.residual, x.in_turn, SAME, TILT, resident, outside, *_held(x), s, before]
     columns = next(each for each in _NEAR_COLUMNS if 32 * each >= max(d, D))
     shared = _renewal_bytes(n, R, d, resident)
     given = [*arguments, *new, size, R, finite]
-    launch("renew", "renew_slots", (str(columns),), (b,), given, threads=512, shared=shared)
+    threads = 256 if columns > _NEAR_COLUMNS[-2] else 512
+    launch("renew", "renew_slots", (str(columns),), (b,), given, threads=threads, shared=shared)
     return new, wrong, finite
 
 

@@ -22,7 +22,7 @@ _LEAST = 64  # positions of a block
 _SAMPLE, _EACH = 1024, 4  # rows among which centers begin: at least, and for each center
 
 
-def at_once(_: Any, __: float | None, numbers: int, logits: int) -> int:
+def at_once(_: Any, __: float | None, numbers: int, logits: int, /) -> int:
     """Return how many chunks one call of `mixture` takes, of so many numbers and logits each; 0 for one."""
     return _ENTRIES // max(1, numbers + logits)
 
@@ -220,7 +220,7 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
     )
 
 
-def renews(_: Any, __: Any, ___: tuple[int, int], ____: int) -> bool:
+def renews(_: Any, __: Any, ___: tuple[int, int], ____: int, /) -> bool:
     """Return False: the caller renews in steps."""
     return False
 

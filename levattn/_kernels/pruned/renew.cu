@@ -11,12 +11,11 @@ namespace {
 
 #include "farther.cuh"
 
-constexpr int THREADS = 512;
+constexpr int THREADS = 512;  // of a block, or half as many for rows of many columns, which take more registers
 constexpr int WARPS = THREADS / 32;
-constexpr int PLACED = 8;                 // rows that a warp places at a time
+constexpr int PLACED = 8;                 // rows that a warp places at a time, at most
 constexpr int LANES = 8;                  // threads that share a row while distances are computed
-constexpr int AT_ONCE = THREADS / LANES;  // rows
-constexpr int AHEAD = 4;                  // rows that a warp reads before it adds them
+constexpr int READ = 16;                  // numbers that a thread reads before it adds them
 constexpr unsigned int ALL = 0xffffffffu;
 
 // The slots of an item: s kept keys, values and positions; sums of R summaries, their weights, offsets and counts, and
@@ -77,18 +76,13 @@ __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; 
 template <int COLUMNS>
 __device__ bool place_items(const Items &items, const Room &room, int n, const float *root, const float *query,
                             const float *origin) {
+    constexpr int ROWS = COLUMNS > 4 ? PLACED / 2 : PLACED;
     const int lane = threadIdx.x % 32, d = room.d;
-    float middle[COLUMNS], asked[COLUMNS];
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const int k = lane + 32 * c;
-        middle[c] = k < d ? origin[k] : 0, asked[c] = k < d ? query[k] : 0;
-    }
     bool sound = true;
-    for (int low = threadIdx.x / 32 * PLACED; low < n; low += WARPS * PLACED) {
+    for (int low = threadIdx.x / 32 * ROWS; low < n; low += blockDim.x / 32 * ROWS) {
         float *const rows = room.row(low);  // all of them inside, or all outside
         const int step = low < room.resident ? room.pitch : d;
-        for (int r = 0; r < PLACED && low + r < n; ++r) {
+        for (int r = 0; r < ROWS && low + r < n; ++r) {
             const int i = low + r;
             const bool whole = i >= items.held.R, there = items.count(i) > 0;
             const double inverse = whole || !there ? 1.0 : 1.0 / items.held.weights[i];
@@ -97,10 +91,10 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
             for (int c = 0; c < COLUMNS; ++c) {
                 const int k = lane + 32 * c;
                 if (k >= d) continue;
-                const float x = whole ? items.row(i, false, d)[k]
-                                      : (float)(items.held.sums[(long long)i * d + k] * inverse);
-                rows[r * step + k] = x - middle[c];
-                product = fmaf(x - middle[c], asked[c], product);
+                const float x = (whole ? items.row(i, false, d)[k]
+                                       : (float)(items.held.sums[(long long)i * d + k] * inverse)) - origin[k];
+                rows[r * step + k] = x;
+                product = fmaf(x, query[k], product);
             }
             product = sum_of_warp(product);
             if (!whole && there) product -= (float)(items.held.offsets[i] * inverse);
@@ -108,14 +102,17 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
             sound = sound && is_finite(product);
         }
         __syncwarp();
-        float sums[PLACED][COLUMNS] = {};
-#pragma unroll 2
+        float sums[ROWS][COLUMNS] = {};
+#pragma unroll(COLUMNS > 4 ? 1 : 2)
         for (int k = 0; k < d; ++k) {
             float factors[COLUMNS];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) factors[c] = lane + 32 * c <= k ? root[(long long)k * d + lane + 32 * c] : 0;
+            for (int c = 0; c < COLUMNS; ++c) {
+                const int column = lane + 32 * c;
+                factors[c] = column <= k ? root[(long long)k * d + column] : 0;
+            }
 #pragma unroll
-            for (int r = 0; r < PLACED; ++r) {
+            for (int r = 0; r < ROWS; ++r) {
                 const float x = rows[r * step + k];
 #pragma unroll
                 for (int c = 0; c < COLUMNS; ++c) sums[r][c] = fmaf(x, factors[c], sums[r][c]);
@@ -123,7 +120,7 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
         }
         __syncwarp();
 #pragma unroll
-        for (int r = 0; r < PLACED; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             if (low + r >= n) break;
             float square = 0;
 #pragma unroll
@@ -147,7 +144,7 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
     __shared__ float fars[2][WARPS];  // in turns, so that a pick takes one barrier
     __shared__ int picks[2][WARPS];
     const int d = room.d, lane = threadIdx.x % LANES, first = threadIdx.x / LANES, warp = threadIdx.x / 32;
-    for (int k = threadIdx.x; k < d; k += THREADS) {
+    for (int k = threadIdx.x; k < d; k += blockDim.x) {
         double sum = 0, weight = 0;
         for (int i = 0; i < n; ++i) {
             if (room.labels[i] < 0) continue;
@@ -165,7 +162,7 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
         for (int u = 0; u < 4 * COLUMNS; ++u) center[u] = lane + LANES * u < d ? from[lane + LANES * u] : 0;
         float far = -1;
         chosen = 0;
-        for (int low = 0; low < n; low += AT_ONCE) {  // all threads alike, because they exchange sums
+        for (int low = 0; low < n; low += blockDim.x / LANES) {  // all threads alike, because they exchange sums
             const int i = low + first;
             const float *const x = room.row(min(i, n - 1));
             float distance = 0;
@@ -184,7 +181,8 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
         keep_farthest(far, chosen);
         if (threadIdx.x % 32 == 0) fars[pick % 2][warp] = far, picks[pick % 2][warp] = chosen;
         __syncthreads();
-        far = fars[pick % 2][threadIdx.x % WARPS], chosen = picks[pick % 2][threadIdx.x % WARPS];
+        const int other = threadIdx.x % (blockDim.x / 32);
+        far = fars[pick % 2][other], chosen = picks[pick % 2][other];
         keep_farthest(far, chosen);
     }
     __syncthreads();
@@ -195,7 +193,7 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
 __device__ void choose(const Items &items, const Room &room, int n, int size, long long fresh, int sinks, bool residual,
                        float same) {
     const int before = items.held.R, candidates = n - before;
-    for (int i = threadIdx.x; i < candidates; i += THREADS) {
+    for (int i = threadIdx.x; i < candidates; i += blockDim.x) {
         const float square = room.squares[before + i];
         float score = room.along[before + i] + square / 2;
         if (residual) score += logf(fmaxf(room.least[before + i], fmaxf(same * square, 1e-30f)));
@@ -203,14 +201,14 @@ __device__ void choose(const Items &items, const Room &room, int n, int size, lo
         room.scores[i] = place < sinks ? __int_as_float(0x7f800000) : score;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < candidates; i += THREADS) {
+    for (int i = threadIdx.x; i < candidates; i += blockDim.x) {
         const float own = room.scores[i];
         int rank = 0;
         for (int j = 0; j < candidates; ++j) rank += room.scores[j] > own || (room.scores[j] == own && j < i);
         room.flags[i] = rank < size;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < candidates; i += THREADS) {
+    for (int i = threadIdx.x; i < candidates; i += blockDim.x) {
         if (!room.flags[i]) continue;
         int place = 0;
         for (int j = 0; j < i; ++j) place += room.flags[j];
@@ -223,7 +221,7 @@ __device__ void choose(const Items &items, const Room &room, int n, int size, lo
 // Write kept keys, their values and their positions.
 __device__ void keep(const Items &items, const Room &room, const Slots &to, long long fresh, int D) {
     const int lane = threadIdx.x % 32, d = room.d;
-    for (int at = threadIdx.x / 32; at < to.s; at += WARPS) {
+    for (int at = threadIdx.x / 32; at < to.s; at += blockDim.x / 32) {
         const int i = room.order[at], item = items.held.R + i;
         const float *const key = items.row(item, false, d), *const value = items.row(item, true, D);
         for (int k = lane; k < d; k += 32) to.keys[(long long)at * d + k] = key[k];
@@ -234,7 +232,7 @@ __device__ void keep(const Items &items, const Room &room, const Slots &to, long
 
 // List the items of each label, label after label. Before and after, all threads wait.
 __device__ void list_members(const Room &room, int n, int R) {
-    for (int i = threadIdx.x; i < n; i += THREADS) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
         const int own = room.labels[i];
         if (own < 0) continue;
         int place = 0;
@@ -244,7 +242,7 @@ __device__ void list_members(const Room &room, int n, int R) {
         }
         room.order[place] = i;
     }
-    for (int c = threadIdx.x; c <= R; c += THREADS) {
+    for (int c = threadIdx.x; c <= R; c += blockDim.x) {
         int start = 0;
         for (int i = 0; i < n; ++i) start += room.labels[i] >= 0 && room.labels[i] < c;
         room.starts[c] = start;
@@ -256,6 +254,7 @@ __device__ void list_members(const Room &room, int n, int R) {
 template <int COLUMNS, typename Number, typename Row>
 __device__ inline void add_rows(double (&sums)[COLUMNS], int at, int end, const int *items, const double *factors,
                                 int width, const Row &row) {
+    constexpr int AHEAD = READ / COLUMNS;  // rows
     const int lane = threadIdx.x % 32;
     for (; at < end; at += AHEAD) {
         Number read[AHEAD][COLUMNS];
@@ -324,7 +323,7 @@ __device__ void sum_up(const Items &items, const Room &room, const Slots &to, in
 template <int COLUMNS>
 __device__ void bound_distances(const Items &items, const Room &room, const Slots &to) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = room.d, before = items.held.R;
-    for (int at = warp; at < room.starts[to.R]; at += WARPS) {
+    for (int at = warp; at < room.starts[to.R]; at += blockDim.x / 32) {
         const int item = room.order[at], c = room.labels[item];
         const bool summary = item < before;
         const double own = summary && items.held.weights[item] > 0 ? 1.0 / items.held.weights[item] : 1.0;
@@ -334,7 +333,8 @@ __device__ void bound_distances(const Items &items, const Room &room, const Slot
         for (int u = 0; u < COLUMNS; ++u) {
             const int k = lane + 32 * u;
             if (k >= d) continue;
-            const double x = summary ? items.held.sums[(long long)item * d + k] * own : (double)items.row(item, false, d)[k];
+            const double x = summary ? items.held.sums[(long long)item * d + k] * own
+                                     : (double)items.row(item, false, d)[k];
             const double apart = x - to.sums[(long long)c * d + k] * other;
             square = fma(apart, apart, square);
         }
@@ -343,7 +343,7 @@ __device__ void bound_distances(const Items &items, const Room &room, const Slot
         if (lane == 0) room.far[at] = far * (1 + (d + 8) * 2.220446049250313e-16);
     }
     __syncthreads();
-    for (int c = warp; c < to.R; c += WARPS) {
+    for (int c = warp; c < to.R; c += blockDim.x / 32) {
         double most = 0;
         for (int at = room.starts[c] + lane; at < room.starts[c + 1]; at += 32)
             if (!(room.far[at] <= most)) most = room.far[at];
@@ -358,20 +358,21 @@ __device__ void bound_distances(const Items &items, const Room &room, const Slot
 
 template <typename Number>
 __device__ inline void copy_all(Number *to, const Number *from, long long count) {
-    for (long long i = threadIdx.x; i < count; i += THREADS) to[i] = from[i];
+    for (long long i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 
 }  // namespace
 
 // Write what is kept and the summaries after each of some renewals of b sequences, and whether its numbers are finite, to
 // `finite` (turns, b). See `RenewalArguments` of pruned/__init__.py: `kept` to `held_radius` are the slots before the
-// first renewal, s kept keys and `before` summaries; `new_kept` to `new_radius` those after each, `size` and R. `root` (turns b, d, d), `query` and
-// `origin` (turns b, d): the measures. A renewal of each sequence has the item turn · b + sequence. Results of a renewal
-// are the item b later if it is `in_turn`, where item `sequence` gets the slots before; all have as many slots then.
+// first renewal, s kept keys and `before` summaries; `new_kept` to `new_radius` those after each, `size` and R. `root`
+// (turns b, d, d), `query` and `origin` (turns b, d): the measures. A renewal of each sequence has the item
+// turn · b + sequence. Its results are the item b later if it is `in_turn`, where item `sequence` gets the slots before;
+// all have as many slots then.
 //
 // `resident`: how many rows lie in shared memory, a multiple of 8. `outside` (b, n - resident, d): room for others.
 template <int COLUMNS>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(COLUMNS > 4 ? THREADS / 2 : THREADS, 1)
     renew_slots(const float *K, long long key_item, long long key_step, const float *V, long long value_item,
                 long long value_step, const float *root, const float *query, const float *origin, int b, int turns,
                 int leaving, int d, int D, long long oldest, int sinks, bool residual, bool in_turn, double same,
@@ -387,9 +388,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                       held_offsets, held_counts, held_radius, s,    before};
     const Slots made{new_kept,    new_values, new_places, new_sums, new_value_sums, new_weights,
                      new_offsets, new_counts, new_radius, size,     R};
-    Slots slots = given.of(sequence, d, D);
     if (in_turn) {
-        const Slots first = made.of(sequence, d, D);
+        const Slots first = made.of(sequence, d, D), slots = given.of(sequence, d, D);
         copy_all(first.keys, slots.keys, (long long)s * d);
         copy_all(first.values, slots.values, (long long)s * D);
         copy_all(first.places, slots.places, s);
@@ -399,22 +399,22 @@ __global__ void __launch_bounds__(THREADS, 1)
         copy_all(first.offsets, slots.offsets, R);
         copy_all(first.counts, slots.counts, R);
         if (new_radius) copy_all(first.radius, slots.radius, R);
-        slots = first;
         __syncthreads();
     }
     for (int turn = 0; turn < turns; ++turn) {
         const long long item = (long long)turn * b + sequence, fresh = oldest + (long long)turn * leaving;
-        const Items items{slots, K + sequence * key_item + turn * leaving * key_step,
+        const Items items{in_turn ? made.of(item, d, D) : given.of(item, d, D),
+                          K + sequence * key_item + turn * leaving * key_step,
                           V + sequence * value_item + turn * leaving * value_step, key_step, value_step};
         const Slots to = made.of(item + (in_turn ? b : 0), d, D);
-        for (int i = threadIdx.x; i < n; i += THREADS) room.labels[i] = items.count(i) > 0 ? 0 : -1;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) room.labels[i] = items.count(i) > 0 ? 0 : -1;
         const bool sound = place_items<COLUMNS>(items, room, n, root + item * d * d, query + item * d, origin + item * d);
         const bool whole = __syncthreads_and(sound);
         if (threadIdx.x == 0) finite[item] = whole;
         if (residual && R) {
             find_clusters<COLUMNS>(items, room, n, R);
         } else if (residual) {
-            for (int i = threadIdx.x; i < n; i += THREADS) room.least[i] = room.squares[i];
+            for (int i = threadIdx.x; i < n; i += blockDim.x) room.least[i] = room.squares[i];
             __syncthreads();
         }
         choose(items, room, n, size, fresh, sinks, residual, (float)same);
@@ -423,11 +423,10 @@ __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         if (R) {
             list_members(room, n, R);
-            for (int task = warp; task < 2 * R; task += WARPS)
+            for (int task = warp; task < 2 * R; task += blockDim.x / 32)
                 sum_up<COLUMNS>(items, room, to, task / 2, task % 2, task % 2 ? D : d, most_tilt);
             __syncthreads();
             if (new_radius) bound_distances<COLUMNS>(items, room, to);
         }
-        slots = to;
     }
 }

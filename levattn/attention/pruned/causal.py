@@ -262,7 +262,8 @@ class _Walk:
         """Tell whether one kernel makes the selections after several chunks."""
         if not self.rule.at_once or self.certified:
             return False
-        renews: bool = PRUNING.renews(*rows[:2], (part.kept.shape[1], self.rule.slots.summaries), length)
+        keys, values = rows[:2]
+        renews: bool = PRUNING.renews(keys, values, (part.kept.shape[1], self.rule.slots.summaries), length)
         return renews
 
 
