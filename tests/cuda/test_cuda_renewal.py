@@ -214,7 +214,7 @@ SELECTIONS: list[Any] = [
     Selection(64, scores="expected"),
     Selection(64, summaries=0),
     Selection(size=20, window=8, sinks=2, renew_every=50),
-    Selection(40, window=0, summaries=30),
+    Selection(80, window=0, summaries=30),
 ]
 
 
@@ -222,10 +222,10 @@ SELECTIONS: list[Any] = [
 def test_calls_are_those_of_main_memory(selection: Any, tensors: Any) -> None:
     """At once, and continued from a state at any place: outputs, kept keys and bounds."""
     there, _, _ = tensors
-    given = drawn(2, 3, 450)
+    given = drawn(2, 2, 280)
     exact, kept = causal_pruned_attention(*given, selection, return_state=True)
     Q, K, V = (there.CudaTensor(X, 1) for X in given)
-    for cuts in ([450], [100, 101, 333, 450], [300, 450]):
+    for cuts in ([280], [100, 101, 233, 280]):
         state, low, parts = selection, 0, []
         for high in cuts:
             rows = (X[:, :, low:high] for X in (Q, K, V))
@@ -243,9 +243,9 @@ def test_calls_are_those_of_main_memory(selection: Any, tensors: Any) -> None:
 @pytest.mark.parametrize("kind", ["residual", "expected"])
 def test_no_batch_and_no_future_changes_a_bit(kind: str, tensors: Any) -> None:
     there, _, _ = tensors
-    given, selection = drawn(3, 2, 400), Selection(64, scores=kind)
+    given, selection = drawn(3, 2, 240), Selection(64, scores=kind)
     whole = causal_pruned_attention(*(there.CudaTensor(X, 1) for X in given), selection).inner
-    for batch, end in ((slice(1, 2), 400), (slice(0, 3), 290)):
+    for batch, end in ((slice(1, 2), 240), (slice(0, 3), 190)):
         parts = [there.CudaTensor(X[batch, :, :end].contiguous(), 1) for X in given]
         found = causal_pruned_attention(*parts, selection).inner
         torch.testing.assert_close(found, whole[batch, :, :end], rtol=0, atol=2e-6)  # attention is torch's
@@ -261,7 +261,7 @@ def test_no_batch_and_no_future_changes_a_bit(kind: str, tensors: Any) -> None:
 @pytest.mark.parametrize(("change", "match"), [(np.nan, "NaN"), (3e38, "too large|beyond")])
 def test_numbers_that_need_an_error_raise_it(change: float, match: str, tensors: Any) -> None:
     there, _, _ = tensors
-    Q, K, V = drawn(1, 1, 400)
-    K[0, 0, 250, 3] = change
+    Q, K, V = drawn(1, 1, 300)
+    K[0, 0, 200, 3] = change
     with pytest.raises(NonFiniteError, match=match):
         causal_pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), 64)
