@@ -182,11 +182,27 @@ class LabelKernels(Protocol):
     def factor_queries(
         self, total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any, /
     ) -> tuple[Any, Any, Any, Any] | None:
-        """Return a lower factor (b, d, d) of moments of queries, the means (b, d) of queries and keys, and faults.
+        """Return a lower factor (b, d, d) of moments of queries, the means (b, d) of queries and keys, and flags.
 
         The moments are about the mean, with a share on their diagonals; see `measured` in choice.py. `total`,
-        `second`, `key_total`: sums over `counts` queries and keys, in float64. Faults: (b, 2), of moments that are not
-        finite, and of those without a factor. None if the caller must take steps.
+        `second`, `key_total`: sums over `counts` queries and keys, in float64. Flags (2, b): whether moments are
+        finite, and whether they have a factor. None if the caller must take steps.
+        """
+
+    def reads(self, X: Any, /) -> bool:
+        """Tell whether there are the two kernels that follow."""
+
+    def score_rows(self, X: Any, along: Any, distance: Any, residual: bool, /) -> tuple[Any, Any]:
+        """Return scores (b, n) of rows for a softmax as `scored` in choice.py has them, and flags of finite squares.
+
+        `X`, `along`: places (b, n, d) and log masses (b, n). `distance`: (b, n) squared, or None for squared lengths.
+        """
+
+    def choose_rows(self, scores: Any, first: Any, count: int, /) -> tuple[Any, Any, Any]:
+        """Return the rows (b, count) with the largest scores, ascending, flags (b, n) of these, and of numbers (b,).
+
+        On ties the first rows are chosen; rows with flags in `first` (b, n) come before all others. A score of
+        infinity counts as the largest number.
         """
 
 
@@ -236,8 +252,8 @@ class PrunedKernels(PrunedOperators, Protocol):
     ) -> tuple[Any, Any, Any, Summaries | None, Any, tuple[Any, Any] | None] | None:
         """Return kept keys, values and places, summaries, radii or None, and faults; None: the caller must take steps.
 
-        Kernels of a device wait for nothing, so faults are flags there, else None. The first (items, 2) are of moments
-        of queries that are not finite, or have no factor. The others (items,) are of finite products with keys.
+        Kernels of a device wait for nothing, so faults are flags there, else None: (2, items) as `factor_queries` has
+        them, and (items,), whether products with keys are finite.
 
         If in turn, the results have an item for each sequence before the first renewal and after each, sequences
         within renewals. `room`: arrays that calls reuse. With it results are valid until the call after the next, or

@@ -35,6 +35,8 @@ _NEAR_ROWS = 4  # of a warp
 _NEAR_COLUMNS = (2, 4, 8)  # of a lane
 MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
+_SCORED = 64  # rows of a block of choose.cu
+
 # As in renew.cu
 _PLACED = 8  # rows that a warp places at a time
 _RENEWED = 1 << 26  # numbers that one block reads to cluster: more take longer than the launches that it saves
@@ -127,34 +129,57 @@ def running(sums: Any, before: Any) -> Any:
 
 
 def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, int], dtype: Any) -> Any:
-    """Return a factor (b, d, d) of moments of queries, both means (b, d), and flags of faults; see `LabelKernels`."""
+    """Return a factor (b, d, d) of moments of queries, both means (b, d), and flags; see `LabelKernels`."""
     xp, (b, d), real = namespace(), total.shape, np.dtype(np.float32 if stored(dtype) == "float" else np.float64)
     if not b or _factor_bytes(d) > shared_limit() - _FACTORING:
         return None
     means = xp.empty((2, b, d), real)
-    root, wrong = _factored(total, second, (counts[0], 0, b), (key_total, counts[1]), means)
-    return root, means[0], means[1], wrong
+    root, sound = _factored(total, second, (counts[0], 0, b), (key_total, counts[1]), means)
+    return root, means[0], means[1], sound
 
 
 def _factored(total: Any, second: Any, counts: tuple[int, int, int], of_keys: tuple[Any, int], means: Any) -> Any:
-    """Return a factor (b, d, d) of moments of queries and flags of faults, and write means (1 or 2, b, d).
+    """Return a factor (b, d, d) of moments of queries and flags (2, b), and write means (1 or 2, b, d).
 
     `counts`: of queries, how many more each group of matrices has than the one before, and its size. `of_keys`: the
     sums over keys and their number, where there are two means.
     """
     xp, (b, d), real = namespace(), total.shape, means.dtype
-    root, wrong, (key_total, keys) = xp.empty((b, d, d), real), xp.empty((b, 2), np.bool_), of_keys
+    root, sound, (key_total, keys) = xp.empty((b, d, d), real), xp.empty((2, b), np.bool_), of_keys
     given = [on_device(array, np.float64) for array in (total, second, key_total)]
     arguments = [*given[:2], float(counts[0]), float(counts[1]), counts[2], given[2], float(keys), d, JITTER]
-    arguments += [SPREAD_ROUNDING, root, means[0], None if key_total is None else means[1], wrong]
+    arguments += [SPREAD_ROUNDING, root, means[0], None if key_total is None else means[1], sound]
     shared = _factor_bytes(d)
     launch("measure", "factor_queries", (TYPES[real.name],), (b,), arguments, threads=512, shared=shared)
-    return root, wrong
+    return root, sound
 
 
 def _factor_bytes(d: int) -> int:
     """Return the bytes of shared memory that a factor of d columns takes."""
     return 8 * (d * (d | 1) + d)
+
+
+def reads(_: Any) -> bool:
+    """Return True: `score_rows` and `choose_rows` read any arrays of CuPy."""
+    return True
+
+
+def score_rows(X: Any, along: Any, distance: Any, residual: bool) -> tuple[Any, Any]:
+    """Return scores (b, n) of rows with places X (b, n, d), and flags of finite squares; see `LabelKernels`."""
+    xp, (b, n, d), X = namespace(), X.shape, on_device(X)
+    scores, finite = xp.empty((b, n), X.dtype), xp.empty((-(-b * n // _SCORED),), np.bool_)
+    arguments = [X, on_device(along), on_device(distance), b * n, d, residual, SAME, scores, finite]
+    launch("choose", "score_rows", (TYPES[X.dtype.name],), finite.shape, arguments)
+    return scores, finite
+
+
+def choose_rows(scores: Any, first: Any, count: int) -> tuple[Any, Any, Any]:
+    """Return rows (b, count) with the largest scores, flags (b, n) of these, and of numbers; see `LabelKernels`."""
+    xp, (b, n), scores = namespace(), scores.shape, on_device(scores)
+    order, flags, sound = xp.empty((b, count), np.int64), xp.empty((b, n), np.bool_), xp.empty((b,), np.bool_)
+    arguments = [scores, *with_steps(with_rows(first), 1), n, count, order, flags, sound]
+    launch("choose", "choose_rows", (TYPES[scores.dtype.name],), (b,), arguments, threads=1024)
+    return order, flags, sound
 
 
 def assigned(X: Any, squares: Any, centers: Any) -> tuple[Any, Any]:
@@ -251,7 +276,7 @@ def _whole(n: int) -> int:
 
 
 def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
-    """Return the arrays of `Slots` of renew.cu after renewals, flags of faulty moments, and of finite numbers.
+    """Return the arrays of `Slots` of renew.cu after renewals, flags of sound moments, and of finite numbers.
 
     Keys are of float32, and numbers of queries rise in equal steps. See `renews`.
     """
@@ -261,7 +286,7 @@ def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
     n, size = before + s + leaving, min(s + leaving, x.size + min(x.sinks, x.oldest + leaving))
     query = xp.empty((1, turns * b, d), single)
     step = x.queries[1] - x.queries[0] if turns > 1 else 0
-    root, wrong = _factored(x.total, x.second, (x.queries[0], step, b), (None, 0), query)
+    root, sound = _factored(x.total, x.second, (x.queries[0], step, b), (None, 0), query)
     items = b * (turns + x.in_turn)
     new = [xp.empty((items, size, *wide), kind) for wide, kind in (((d,), single), ((D,), single), ((), np.int64))]
     sums = [(d,), (D,), (), (), ()] + [()] * x.bounded
@@ -288,7 +313,7 @@ def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
     given = [*arguments, *new, size, R, finite]
     threads = 256 if columns > _NEAR_COLUMNS[-2] else 512
     launch("renew", "renew_slots", (str(columns),), (b,), given, threads=threads, shared=shared)
-    return new, wrong, finite
+    return new, sound, finite
 
 
 def _held(x: RenewalArguments) -> list[Any]:

@@ -104,11 +104,9 @@ def weighted_mean(X: Any, weight: Any) -> Any:
 
 def from_rows(X: Any, weight: Any, rows: Any, iterations: int) -> tuple[Any, Any]:
     """Return the clusters whose first centers are given rows (b, R), see `cluster`."""
-    xp = array_namespace(X)
-    (b, n, d), R = X.shape, rows.shape[1]
+    xp, R = array_namespace(X), rows.shape[1]
     squares = xp.sum(X * X, axis=-1)
-    flat = xp.reshape(rows + xp.arange(b, device=array_api_compat.device(X))[:, None] * n, (b * R,))
-    centers = xp.reshape(xp.take(xp.reshape(X, (b * n, d)), flat, axis=0), (b, R, d))
+    (centers,) = rows_of_each((X,), rows)
     labels, distance = _by_label(X).assigned(X, squares, centers)
     for _ in range(iterations):
         sums, weights = _by_label(X).label_sums(labels, weight, X, R)
@@ -218,6 +216,39 @@ def merged(labels: Any, log_weight: Any, items: Summaries, R: int) -> Summaries:
         offset=scalars[..., 1],
         count=scalars[..., 2],
     )
+
+
+def reads(_: Any, /) -> bool:
+    """Return False: the caller scores and chooses in steps."""
+    return False
+
+
+def score_rows(_: Any, __: Any, ___: Any, ____: bool, /) -> tuple[Any, Any]:
+    """Raise, because `reads` says that this kernel is not here."""
+    raise NotImplementedError("the caller scores in steps")
+
+
+def choose_rows(_: Any, __: Any, ___: int, /) -> tuple[Any, Any, Any]:
+    """Raise, because `reads` says that this kernel is not here."""
+    raise NotImplementedError("the caller chooses in steps")
+
+
+def rows_of_each(arrays: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
+    """Return the rows of each of several arrays (b, n, ...) at places (b, s): (b, s, ...)."""
+    if is_torch(places) and places.device.type != "cpu":  # one launch each
+        return tuple(_gathered(A, places) for A in arrays)
+    xp, (b, n) = array_namespace(arrays[0]), arrays[0].shape[:2]
+    flat = xp.reshape(places + xp.arange(b, device=array_api_compat.device(places))[:, None] * n, (-1,))
+    return tuple(
+        xp.reshape(xp.take(xp.reshape(A, (b * n, *A.shape[2:])), flat, axis=0), (*places.shape, *A.shape[2:]))
+        for A in arrays
+    )
+
+
+def _gathered(A: Any, places: Any) -> Any:
+    """Return the rows of a tensor (b, n, ...) at places (b, s), on a device."""
+    rest = A.shape[2:]
+    return A.gather(1, places.reshape(*places.shape, *(1,) * len(rest)).expand(*places.shape, *rest))
 
 
 def renews(_: Any, __: Any, ___: tuple[int, int], ____: int, /) -> bool:

@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(ADDING) add_chunks(double *sums, const double 
 // Of sums over queries, total (b, d) and second (b, d, d), and over `keys` keys, key_total (b, d) or null: write a lower
 // factor (b, d, d) of the moment of the queries about their mean, with a share of its trace added to its diagonal, and
 // both means (b, d). The share is `jitter` of the moment about the mean or `rounding` of that about zero, whichever is
-// more. In `wrong` (b, 2) are flags: moments are not finite, which count as zeros, or have no factor. A block has a matrix.
+// more. In `sound` (2, b) are flags: moments are finite (others count as zeros), and they have a factor. A block has a matrix.
 // There are `count` queries, and `each` more for each further `group` of the b matrices.
 template <typename Real>
 __global__ void __launch_bounds__(THREADS, 1)
     factor_queries(const double *total, const double *second, double count, double each, int group,
                    const double *key_total, double keys, int d, double jitter, double rounding, Real *root, Real *query,
-                   Real *origin, bool *wrong) {
+                   Real *origin, bool *sound) {
     DYNAMIC_SHARED(memory);
     __shared__ double reduced[THREADS];
     const int pitch = d | 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -105,5 +105,5 @@ __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j < d; j += 32) root[item * size + (long long)i * d + j] = j <= i ? (Real)A[i * pitch + j] : Real(0);
-    if (threadIdx.x == 0) wrong[2 * item] = lost, wrong[2 * item + 1] = failed;
+    if (threadIdx.x == 0) sound[item] = !lost, sound[gridDim.x + item] = !failed;
 }

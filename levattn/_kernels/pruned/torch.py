@@ -118,6 +118,23 @@ def factor_queries(total: Any, second: Any, key_total: Any, counts: tuple[int, i
     return None if found is None else tuple(map(tensor_of, found))
 
 
+def reads(X: Any) -> bool:
+    """Tell whether kernels of a device score and choose rows."""
+    return is_read_there([X]) and X.numel() > 0
+
+
+def score_rows(X: Any, along: Any, distance: Any, residual: bool) -> tuple[Any, Any]:
+    """Return scores (b, n) of rows, and flags of finite squares; see `LabelKernels`."""
+    scores, finite = cuda.score_rows(memory_of(X), memory_of(along), memory_of(distance), residual)
+    return tensor_of(scores), tensor_of(finite)
+
+
+def choose_rows(scores: Any, first: Any, count: int) -> tuple[Any, Any, Any]:
+    """Return rows (b, count) with the largest scores, flags (b, n) of these, and of numbers; see `LabelKernels`."""
+    order, flags, sound = cuda.choose_rows(memory_of(scores), memory_of(first), count)
+    return tensor_of(order), tensor_of(flags), tensor_of(sound)
+
+
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
     return cast(tuple[Any, Any], on_memory("places", K, origin, root, query))

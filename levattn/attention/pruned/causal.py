@@ -144,8 +144,8 @@ def _renewed_at_once(
         return None
     kept, values, places, summaries, radius, faults = found
     if faults is not None:
-        choice.refuse_faults(faults[0], checks)
-        choice.refuse_infinite(faults[1], kept.dtype, checks)
+        choice.expect_sound(faults[0], checks)
+        choice.expect_finite(faults[1], kept.dtype, checks)
     return replace(
         part,
         kept=kept,
@@ -205,7 +205,7 @@ def _prefix_leverage(keys: choice.Sums, spectrum: tuple[Any, Any], K: Any, cente
     sound = values > top * values.shape[-1] * 2.0**-50
     rows = keys.less_mean(K) if center else xp.astype(K, xp.float64)
     checks.expect(
-        xp.all((top[:, :, None] >= _LEAST) | (rows == 0)),
+        (top[:, :, None] >= _LEAST) | (rows == 0),
         "keys are so small that their squares vanish; expected larger ones, as a factor changes no leverage score",
         ValueError,
     )

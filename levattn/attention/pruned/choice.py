@@ -12,10 +12,15 @@ import numpy as np
 from levattn._core.checks import TIE
 from levattn._kernels import PRUNING, kernels_for
 from levattn._kernels.pruned import JITTER, SAME, SPREAD_ROUNDING, TILT, LabelKernels, Summaries
+from levattn._kernels.pruned.definition import rows_of_each as rows_of_each
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
 from levattn.attention.pruned.selection import Checks, SelectionRule
 
 _NOT_FINITE = "{} hold NaN or infinity, or are too large for their squares; give finite ones"
+_NO_NUMBERS = (
+    "the scores of keys are NaN: Q, K or your own scores hold NaN, or Q or K holds infinity or is too large; give "
+    "finite ones"
+)
 _TOO_FAR = "queries are too far apart in size for their moments; give ones that are closer"
 
 
@@ -144,8 +149,8 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
         kernels = cast(LabelKernels, kernels_for("pruned", queries.total))
         found = kernels.factor_queries(queries.total, queries.second, keys.total, counts, dtype)
         if found is not None:
-            root, query, origin, wrong = found
-            refuse_faults(wrong, checks)
+            root, query, origin, sound = found
+            expect_sound(sound, checks)
             return Measure(root, query, origin)
     moment = finite_or_zero(queries.moment(power is None), "queries", checks)
     d = moment.shape[-1]
@@ -164,17 +169,16 @@ def measured(queries: Sums, keys: Sums, power: float | None, dtype: Any, checks:
     )
 
 
-def refuse_faults(wrong: Any, checks: Checks) -> None:
-    """Expect no flags (b, 2) of moments of queries that are not finite, or have no factor."""
-    xp = namespace_of(wrong)
-    checks.expect(~xp.any(wrong[:, 0]), _NOT_FINITE.format("queries"))
-    checks.expect(~xp.any(wrong[:, 1]), _TOO_FAR)
+def expect_sound(sound: Any, checks: Checks) -> None:
+    """Expect flags (2, b) of moments of queries that are finite, and have a factor."""
+    checks.expect(sound[0, :], _NOT_FINITE.format("queries"))
+    checks.expect(sound[1, :], _TOO_FAR)
 
 
-def refuse_infinite(finite: Any, dtype: Any, checks: Checks) -> None:
+def expect_finite(finite: Any, dtype: Any, checks: Checks) -> None:
     """Expect flags of finite products of queries and keys."""
     checks.expect(
-        namespace_of(finite).all(finite),
+        finite,
         f"squares of products of queries and K are beyond {dtype}, or one holds NaN or infinity; give finite "
         "arrays with smaller entries, or of float64",
     )
@@ -184,7 +188,7 @@ def finite_or_zero(moment: Any, name: str, checks: Checks) -> Any:
     """Return second moments (b, d, d), with zeros for non-finite matrices, which no library decomposes."""
     xp = namespace_of(moment)
     finite = xp.isfinite(moment)
-    checks.expect(xp.all(finite), _NOT_FINITE.format(name))
+    checks.expect(finite, _NOT_FINITE.format(name))
     return xp.where(xp.all(finite, axis=(1, 2), keepdims=True), moment, xp.zeros_like(moment))
 
 
@@ -195,7 +199,7 @@ def _factor(moment: Any, checks: Checks) -> Any:
     if without_wait is None:
         return xp.linalg.cholesky(moment)
     root, failed = without_wait(moment)
-    checks.expect(xp.all(failed == 0), _TOO_FAR)
+    checks.expect(failed == 0, _TOO_FAR)
     return root
 
 
@@ -365,10 +369,18 @@ def scored(
     The second result is the clusters (b, n) of the residuals, or None. `weight`: (b, n), of the rows in the clusters.
     `rounds`: of Lloyd's algorithm.
     """
-    xp = namespace_of(X)
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = xp.sum(X * X, axis=-1)
-    refuse_infinite(xp.isfinite(squares), X.dtype, checks)
+    xp, kernels, labels, distance = namespace_of(X), cast(LabelKernels, kernels_for("pruned", X)), None, None
+    clustered, together = kind == "residual" and R > 0, power is None and kernels.reads(X)
+    if not together:
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = xp.sum(X * X, axis=-1)
+        expect_finite(xp.isfinite(squares), X.dtype, checks)
+    if clustered:
+        labels, distance = PRUNING.cluster(X, weight, R, rounds)
+    if together:
+        scores, finite = kernels.score_rows(X, along, distance, kind == "residual")
+        expect_finite(finite, X.dtype, checks)
+        return scores, labels
     tiny = xp.full((), 1e-30, dtype=X.dtype, device=device_of(X))
     if power is None:
         expected = along + squares / 2
@@ -376,11 +388,9 @@ def scored(
         expected = (power if kind == "expected" else power - 1) * xp.log(xp.maximum(squares, tiny))
     if kind == "expected":
         return expected, None
-    labels, distance = None, squares
-    if R:
-        labels, distance = PRUNING.cluster(X, weight, R, rounds)
     # a distance below this is rounding, and must not decide which keys are chosen
-    return xp.log(xp.maximum(distance, xp.maximum(SAME * squares, tiny))) + expected, labels
+    least = xp.maximum(SAME * squares, tiny)
+    return xp.log(xp.maximum(squares if distance is None else distance, least)) + expected, labels
 
 
 def chosen(
@@ -393,15 +403,15 @@ def chosen(
     the largest number. `forced`: the number of flags in `first` for each item, if no row is absent. Then, without a
     threshold, no wait for a device is needed.
     """
-    xp = namespace_of(scores)
+    xp, kernels = namespace_of(scores), cast(LabelKernels, kernels_for("pruned", scores))
     n = scores.shape[1]
+    if epsilon is None and forced is not None and kernels.reads(scores):
+        order, flags, sound = kernels.choose_rows(scores, first, min(n, size + forced))
+        checks.expect(sound, _NO_NUMBERS)
+        return order, None, flags
     scores = xp.where(scores == math.inf, xp.full_like(scores, float(xp.finfo(scores.dtype).max)), scores)
     top = xp.where(first, xp.full_like(scores, math.inf), scores)
-    checks.expect(
-        ~xp.any(xp.isnan(top)),
-        "the scores of keys are NaN: Q, K or your own scores hold NaN, or Q or K holds infinity or is too large; "
-        "give finite ones",
-    )
+    checks.expect(~xp.isnan(top), _NO_NUMBERS)
     place = xp.arange(n, device=device_of(scores))
     if epsilon is not None:
         flags = top >= epsilon
@@ -492,14 +502,3 @@ def rows_at(A: Any, places: Any) -> Any:
     """Return the rows of A (b, n, ...) at places (b, s): (b, s, ...)."""
     (found,) = rows_of_each((A,), places)
     return found
-
-
-def rows_of_each(arrays: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
-    """Return the rows of each of several arrays (b, n, ...) at places (b, s): (b, s, ...)."""
-    xp = namespace_of(arrays[0])
-    b, n = arrays[0].shape[:2]
-    flat = xp.reshape(places + xp.arange(b, device=device_of(places))[:, None] * n, (-1,))
-    return tuple(
-        xp.reshape(xp.take(xp.reshape(A, (b * n, *A.shape[2:])), flat, axis=0), (*places.shape, *A.shape[2:]))
-        for A in arrays
-    )

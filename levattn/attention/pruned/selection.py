@@ -528,10 +528,10 @@ class Checks:
         self._waiting: list[tuple[Any, str, type[ValueError]]] = []
 
     def expect(self, holds: Any, message: str, kind: type[ValueError] = NonFiniteError) -> None:
-        """Raise an error with a message, now or in `settle`, unless `holds`, an array without axes, is true."""
+        """Raise an error with a message, now or in `settle`, unless all flags `holds` are true."""
         if is_torch(holds) or on_cuda(holds):
             self._waiting.append((holds, message, kind))
-        elif not bool(holds):
+        elif not bool(namespace_of(holds).all(holds)):
             raise kind(message)
 
     def settle(self) -> None:
@@ -540,8 +540,8 @@ class Checks:
         if not waiting:
             return
         xp = namespace_of(waiting[0][0])
-        if not bool(xp.all(xp.stack([holds for holds, *_ in waiting]))):
-            message, kind = next((message, kind) for holds, message, kind in waiting if not bool(holds))
+        if not bool(xp.all(xp.concat([xp.reshape(holds, (-1,)) for holds, *_ in waiting]))):
+            message, kind = next((message, kind) for holds, message, kind in waiting if not bool(xp.all(holds)))
             raise kind(message)
 
 
