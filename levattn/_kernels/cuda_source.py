@@ -110,6 +110,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "add_chunks": ((),),
         "factor_queries": _ONE_REAL,
     },
+    "slots": {"write_slots": _NEAR, "widen_queries": tuple((row,) for row in dict(_NEAR))},
     "choose": dict.fromkeys(("score_rows", "choose_rows"), _ONE_REAL),
     "renew": {"renew_slots": (("2",), ("4",), ("8",))},  # columns of a lane
     "near": {

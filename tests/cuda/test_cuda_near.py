@@ -123,6 +123,47 @@ def test_tensors_take_the_kernels(
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [{}, {"counted": True}, {"R": 0}, {"s": 0}, {"d": 24, "D": 40, "R": 1}], ids=str)
+def test_slots_with_columns_are_those_of_torch(
+    shape: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that fused attention gets, bit by bit: sums of summaries are divided by their weights in float32."""
+    x, scale = of_torch(mixture(**shape), dtype), 0.25
+    kind = getattr(torch, dtype)
+    q = x.q.to(kind)
+    masses = torch.randn(q.shape[:3], generator=torch.Generator().manual_seed(0)) * 20
+    masses[0, 0, 0] = -torch.inf
+    held, given = fused_kernels._slots(x, kind), []
+    weight = torch.zeros(held.keys.shape[:2]) if held.log_weight is None else held.log_weight
+    D = x.values.shape[-1]
+    values = torch.nn.functional.pad(held.values, (0, D + 2 - held.values.shape[-1]))
+    last = torch.arange(D + 2).eq(D + 1).to(kind).expand(len(q), 1, -1)
+    keys = torch.nn.functional.pad(held.keys, (0, 0, 0, 1))
+    attend = fused_kernels._fused
+    monkeypatch.setattr(fused_kernels, "_fused", lambda *x, **options: given.extend(x[:3]) or attend(*x, **options))
+    fused_kernels.attended_slots(
+        q,
+        keys[:, None],
+        torch.cat([values, last], 1)[:, None],
+        torch.nn.functional.pad(weight, (0, 1))[:, None],
+        scale,
+        own=masses,
+    )
+    width = given[0].shape[-1]
+    sums = None if x.summaries is None else words(fused_kernels._side_by_side(x.summaries, torch.float32))
+    for kept_kind in {torch.float32, kind}:
+        kept = tuple(map(words, (x.kept_keys.to(kept_kind), x.kept_values.to(kept_kind), x.kept_count)))
+        slots = in_orders(pruned_cuda.write_slots, kept, sums, scale, width, words(q).dtype)
+        for found, expected in zip(slots[:2], given[1:], strict=True):
+            np.testing.assert_array_equal(found, words(expected[:, 0].contiguous()))
+        np.testing.assert_array_equal(slots[2], weight)
+    rows = in_orders(pruned_cuda.widen_queries, words(q), words(masses), scale, width)
+    np.testing.assert_array_equal(rows.reshape(given[0].shape), words(given[0]))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(0, 3, 120, 24), (2, 3, 0, 24)], ids=str)
 def test_tensors_without_numbers_have_results_without_numbers(shape: tuple[int, ...], tensors: Any) -> None:
     there, _, _ = tensors

@@ -252,8 +252,8 @@ class PrunedKernels(PrunedOperators, Protocol):
     ) -> tuple[Any, Any, Any, Summaries | None, Any, tuple[Any, Any] | None] | None:
         """Return kept keys, values and places, summaries, radii or None, and faults; None: the caller must take steps.
 
-        Kernels of a device wait for nothing, so faults are flags there, else None: (2, items) as `factor_queries` has
-        them, and (items,), whether products with keys are finite.
+        Kernels of a device wait for nothing, so faults are flags there, else None. There are two arrays of flags:
+        (2, items) as `factor_queries` has them, and (items,), whether products with keys are finite.
 
         If in turn, the results have an item for each sequence before the first renewal and after each, sequences
         within renewals. `room`: arrays that calls reuse. With it results are valid until the call after the next, or

@@ -36,6 +36,7 @@ _NEAR_COLUMNS = (2, 4, 8)  # of a lane
 MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
 _SCORED = 64  # rows of a block of choose.cu
+_SLOT_THREADS = 128  # of a block of slots.cu
 
 # As in renew.cu
 _PLACED = 8  # rows that a warp places at a time
@@ -216,19 +217,20 @@ def attend_near(
     """Return log A (b, g, m), C / A or None, and (A a - C c) / A with its share of summaries, (b, g, m, D + 1).
 
     As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of
-    the keys near each row; see `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys, values
-    and log-weights of slots. `sums`: (b, R, d + D + 3), of summaries in float32. Both are None without summaries.
+    the keys near each row; see `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys and
+    values (b, at least s + R, ·) and log-weights (b, s + R) of slots. `sums`: (b, R, d + D + 3), of summaries in float32.
+    Both are None without summaries.
     """
     xp, (b, g, m, d), (K, V) = namespace(), q.shape, map(with_rows, rows)
     (n, D), role, logs = V.shape[1:], on_device(members[0], np.int64), on_device(members[1], np.float32)
     masses, gone, changes = xp.empty((b, g, m), np.float32), None, xp.empty((b, g, m, D + 1), np.float32)
-    slots, R = (None, None, 0, None), 0
+    slots, R, s = (None, 0, None, 0, 0, None), 0, 0
     if sums is not None:
         keys, values, weights = held
-        slots = on_device(keys), on_device(values), values.shape[2], on_device(weights, np.float32)
+        slots = on_device(keys), keys.shape[2], on_device(values), *values.shape[:0:-1], on_device(weights, np.float32)
         R, gone = sums.shape[1], xp.empty((b, g, m), np.float32)
+        s = weights.shape[1] - R
     first, last = on_device(np.array(edges, np.int32))
-    s = 0 if sums is None else held[0].shape[1] - R
     columns = next(each for each in _NEAR_COLUMNS if 32 * each >= max(d, D))
     arguments = [*with_steps(with_rows(q), 3), *with_steps(K, 2), *with_steps(V, 2), first, last, role, logs]
     arguments += [on_device(sums), *slots, scale, b, g, m, n, d, D, s, R, masses, gone, changes]
@@ -236,6 +238,50 @@ def attend_near(
     grid = (-(-b * g * -(-m // _NEAR_ROWS) // _WARPS),)
     launch("near", "attend_near", types, grid, arguments, threads=32 * _WARPS)
     return masses, gone, changes
+
+
+def write_slots(kept: tuple[Any, Any, Any], sums: Any, scale: float, width: int, kind: Any) -> tuple[Any, Any, Any]:
+    """Return keys and values (b, s + R + 1, width) of slots with log-weights as columns, and log-weights (b, s + R).
+
+    As `attended_slots` in pruned/torch.py has them, of the format `kind`. `kept`: keys and values (b, s, ·), and how
+    many there are, or None. `sums`: (b, R, d + D + 3), of summaries in float32, or None. A last slot has the weight 1.
+    """
+    xp, K, V = namespace(), on_device(kept[0]), on_device(kept[1])
+    (b, s, d), D, R = K.shape, V.shape[2], 0 if sums is None else sums.shape[1]
+    keys, values, logs = (
+        xp.empty((b, s + R + 1, width), kind),
+        xp.empty((b, s + R + 1, width), kind),
+        xp.empty((b, s + R), np.float32),
+    )
+    arguments = [
+        K,
+        V,
+        on_device(kept[2], np.int64),
+        on_device(sums),
+        scale,
+        s,
+        R,
+        d,
+        D,
+        width,
+        width,
+        keys,
+        values,
+        logs,
+    ]
+    types = stored(keys.dtype), stored(K.dtype)
+    launch("slots", "write_slots", types, (b * (s + R + 1),), arguments, threads=_SLOT_THREADS)
+    return keys, values, logs
+
+
+def widen_queries(q: Any, masses: Any, scale: float, width: int) -> Any:
+    """Return rows (b, g, m, width) of queries (b, g, m, d) for `write_slots`, with logits (b, g, m) of the last slot."""
+    (b, g, m, d), q = q.shape, with_rows(q)
+    rows = namespace().empty((b, g, m, width), q.dtype)
+    arguments = [*with_steps(q, 3), masses, scale, b, g, m, d, width, rows]
+    grid = (-(-b * g * m // (_SLOT_THREADS // _LANES)),)
+    launch("slots", "widen_queries", (stored(q.dtype),), grid, arguments, threads=_SLOT_THREADS)
+    return rows
 
 
 def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any]) -> tuple[Any, Any]:

@@ -76,7 +76,7 @@ struct Summed {
     const float *sums;
     const Row *keys, *values;
     const float *logs;
-    long long wide, value_row;
+    long long wide, key_row, value_row;
     int d, D;
 
     __device__ const float *sums_of(int name) const { return sums + name * wide; }
@@ -155,7 +155,7 @@ struct Mixed {
             const int j = place_of(left), slot = told.name[j];
             numbers.read(from.sums_of(slot) + from.d, from.D);
             y.add(told.out[j], numbers);
-            numbers.read(from.keys + (long long)slot * from.d, from.d);
+            numbers.read(from.keys + slot * from.key_row, from.d);
             const float product = sum_of_warp(q.times(numbers));
             if (lane == j) whole = product + from.logs[slot] - mass;
         }
@@ -182,15 +182,15 @@ struct Mixed {
 //
 // With summaries, a key of role c is a member of one. Its weight is e^logs (b, n), or 1 without. Then A and a count what
 // is left of summaries with members near a row as well, the share of which is the last number of a. `gone` (b, g, m) is
-// C / A and a becomes a - C c / A. Here C and c are of the same summaries as slots: the last R of `slots` (b, s + R, d),
-// with `slot_values` (b, s + R, ·) and `slot_logs` (b, s + R). `sums` (b, R, wide) has d sums of keys, D sums of
+// C / A and a becomes a - C c / A. Here C and c are of the same summaries as slots: R of `slots` (b, slot_rows, ·), behind
+// the first s, with `slot_values` (b, slot_rows, ·) and `slot_logs` (b, s + R). `sums` (b, R, wide) has d sums of keys, D sums of
 // values, weight, offset and count of each summary. The grid is (b * g * m rounded up to fours / 32).
 template <typename Row, typename Key, int COLUMNS>
 __global__ void __launch_bounds__(WARPS *LANES, COLUMNS > 4 ? 1 : 2)
     attend_near(const Row *Q, long long q_item, long long q_head, long long q_row, const Key *K, long long k_item,
                 long long k_row, const Key *V, long long v_item, long long v_row, const int *first, const int *last,
-                const long long *role, const float *logs, const float *sums, const Row *slots, const Row *slot_values,
-                long long value_row, const float *slot_logs, double scale, int b, int g, int m, int n, int d, int D,
+                const long long *role, const float *logs, const float *sums, const Row *slots, long long slot_row,
+                const Row *slot_values, long long value_row, int slot_rows, const float *slot_logs, double scale, int b, int g, int m, int n, int d, int D,
                 int s, int R, float *masses, float *gone, float *changes) {
     constexpr int ABREAST = 2;  // rows of keys and values that a warp reads at a time
     __shared__ __align__(16) Told all[WARPS];
@@ -222,9 +222,10 @@ __global__ void __launch_bounds__(WARPS *LANES, COLUMNS > 4 ? 1 : 2)
         }
     }
     __syncwarp();
-    const long long slot = item * (s + R) + s, place = head * m + i, wide = d + D + 3;
-    const Summed<Row> summed{sums ? sums + item * R * wide : nullptr, slots + slot * d, slot_values + slot * value_row,
-                             slot_logs + slot, wide, value_row, d, D};
+    const long long slot = item * slot_rows + s, place = head * m + i, wide = d + D + 3;
+    const Summed<Row> summed{sums ? sums + item * R * wide : nullptr,
+                             slots + slot * slot_row, slot_values + slot * value_row,
+                             slot_logs + item * (s + R) + s, wide, slot_row, value_row, d, D};
     unsigned int begun = 0;
 #pragma unroll 1
     for (int r = 0; r < rows; ++r) {

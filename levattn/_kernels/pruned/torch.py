@@ -489,9 +489,12 @@ def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None)
     else:
         x = definition.scaled(_widened(x))
         q, scale = x.q, 1.0
+    followed = not near or _is_causal(x, first, last)
+    if not followed and cuda.has_few_near(first, last) and _near_is_read(x):
+        return _with_near_there(x, q, scale, first, last)
     held = _slots(x, q.dtype)
     D, marked = x.values.shape[-1], x.summaries is not None
-    if not near or _is_causal(x, first, last):
+    if followed:
         keys, values, weight = held.keys, held.values, held.log_weight
         if near:
             low = int(first[0])
@@ -557,28 +560,40 @@ def _with_near(x: PrunedArguments, q: Any, scale: float, held: _Slots, first: In
     A / (M + A). By the log-sum inequality a summary never counts for more than some members and a summary of the
     others, so C ≤ A. With C ≤ M, M + A − C is at least half of M + A, so nothing cancels.
     """
-    D, shape = x.values.shape[-1], q.shape[:3]
-    there = cuda.has_few_near(first, last) and _near_is_read(x, held)
-    near = _near_there(x, q, scale, held, first, last) if there else None
-    summed = None if near is None or held.log_weight is not None else _with_sums(q, held, scale)
-    if near is not None and summed is not None:
-        return _joined_there(*summed, near, shape)
-    if near is None:
-        mass, gone, change = _near(definition.scaled(_widened(x)), q, scale, held, first, last)
-    else:
-        mass = tensor_of(near[0])
+    D = x.values.shape[-1]
+    mass, gone, change = _near(definition.scaled(_widened(x)), q, scale, held, first, last)
     nothing = held.keys.new_zeros((len(q), 1, held.keys.shape[-1]))
     keys = torch.cat([held.keys, nothing], 1)
     more = torch.arange(D + 2, device=q.device).eq(D + 1).to(q.dtype).expand(len(q), 1, -1)
     values = torch.cat([pad(held.values, (0, D + 2 - held.values.shape[-1])), more], 1)
     weight = None if held.log_weight is None else pad(held.log_weight, (0, 1))[:, None]
-    found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass)
-    if near is not None:
-        return _joined_there(found, None, near, shape)
-    found = found.to(x.q.dtype)
+    found = attended_slots(q, keys[:, None], values[:, None], weight, scale, own=mass).to(x.q.dtype)
     share = found[..., D + 1 :]
     found = (found[..., : D + 1] + share * change) / (1 - share * gone[..., None]).clamp(min=_REMAINS)
     return found[..., :D], found[..., D].clamp(min=0)
+
+
+def _with_near_there(x: PrunedArguments, q: Any, scale: float, first: Int64, last: Int64) -> tuple[Any, Any]:
+    """Return the result of `_with_near` by kernels of a device."""
+    shape, (d, D), sums, held = q.shape[:3], (q.shape[-1], x.values.shape[-1]), None, None
+    rows, members = (tuple(map(memory_of, pair)) for pair in ((x.keys, x.values), (x.role, x.log_weight)))
+    if x.summaries is None and x.kept_count is None:
+        slots = _slots(x, q.dtype)
+        found = _with_sums(q, slots, scale)
+        if found is not None:
+            near = cuda.attend_near(memory_of(q), rows, (first, last), members, None, None, scale)
+            return _joined_there(*found, near, shape)
+    width = -(-max(d + 2 * _PARTS, D + 2) // _COLUMNS) * _COLUMNS
+    if x.summaries is not None:
+        sums = memory_of(_side_by_side(x.summaries, torch.float32))
+    kept, read = tuple(map(memory_of, (x.kept_keys, x.kept_values, x.kept_count))), memory_of(q)
+    keys, values, logs = cuda.write_slots(kept, sums, scale, width, read.dtype)
+    if sums is not None and x.role is not None:
+        held = keys, values, logs
+    near = cuda.attend_near(read, rows, (first, last), members, held, None if held is None else sums, scale)
+    asked = tensor_of(cuda.widen_queries(read, near[0], scale, width)).flatten(1, 2)
+    found = _fused(asked[:, None], tensor_of(keys)[:, None], tensor_of(values)[:, None], scale)
+    return _joined_there(found.view(*shape, width), None, near, shape)
 
 
 def _joined_there(found: Any, sums: Any, near: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -617,24 +632,12 @@ def _telling(kernel: str) -> Any:
     return partial(function, **options) if {"scale", *options} <= set(known) else None
 
 
-def _near_is_read(x: PrunedArguments, held: _Slots) -> bool:
+def _near_is_read(x: PrunedArguments) -> bool:
     """Tell whether a kernel of a device takes the near keys, if there are few: without gradients."""
-    given = (x.q, x.keys, x.values, x.role, x.log_weight, *vars(held).values(), *vars(x.summaries or held).values())
+    given = (x.q, x.keys, x.values, x.kept_keys, x.kept_values, x.role, x.log_weight, *vars(x.summaries or x).values())
     if x.q.dtype == torch.float64 or max(x.q.shape[-1], x.values.shape[-1]) > cuda.MOST_COLUMNS:
         return False
     return is_read_there([array for array in given if isinstance(array, torch.Tensor)])
-
-
-def _near_there(
-    x: PrunedArguments, q: Any, scale: float, held: _Slots, first: Int64, last: Int64
-) -> tuple[Any, Any, Any]:
-    """Return the results of `_near` as arrays of CuPy, by a kernel of a device."""
-    slots = sums = None
-    if x.summaries is not None and x.role is not None:
-        sums = memory_of(_side_by_side(x.summaries, torch.float32))
-        slots = tuple(map(memory_of, (held.keys, held.values, held.log_weight)))
-    rows, members = (tuple(map(memory_of, pair)) for pair in ((x.keys, x.values), (x.role, x.log_weight)))
-    return cuda.attend_near(memory_of(q), rows, (first, last), members, slots, sums, scale)
 
 
 def _side_by_side(held: Summaries, dtype: Any) -> Any:
