@@ -103,7 +103,11 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "far": dict.fromkeys(("find_distances", "pick_rows", "far_rows"), _ONE_REAL),
     "decode": {"attend_parts": _DECODED, "join_parts": tuple((key,) for key in _KEYS if key != "double")},
-    "labels": {"find_nearest": _ONE_REAL, "sum_members": tuple(product(_REALS, ("1", "8")))},
+    "labels": {
+        **dict.fromkeys(("find_nearest", "level_members"), _ONE_REAL),
+        "sum_members": tuple(product(_REALS, ("1", "8"))),
+        "merge_members": tuple(product(_REALS, ("4",))),
+    },
     "codes": {"open_codes": tuple((key,) for key in _KEYS if key != "double")},
     "measure": {
         "sum_rows": tuple((key,) for key in _KEYS),

@@ -123,3 +123,29 @@ def test_rows_are_chosen_in_main_memory_as_there() -> None:
     found = pruned_cuda.choose_rows(scores, first, 20)
     np.testing.assert_array_equal(found[0], order)
     np.testing.assert_array_equal(found[1], flags)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "d", "D", "R"), [(1, 1, 1, 1), (40, 3, 7, 5), (700, 130, 2, 3), (2100, 4, 140, 2), (90, 24, 24, 65)]
+)
+def test_summaries_are_those_of_steps(n: int, d: int, D: int, R: int, dtype: str) -> None:
+    """Of views, with rows in no summary that hold NaN, and labels without rows."""
+    rng = np.random.default_rng(n)
+    K, V = (rng.standard_normal((2, n, width + 2)).astype(dtype)[..., 1:-1] for width in (d, D))
+    weight = (rng.random((2, n)) < 0.8).astype(dtype)
+    weight[:, 0] = 1
+    along = (4 * rng.standard_normal((2, n))).astype(dtype)
+    labels = rng.integers(0, max(1, R - 1), (2, n))
+    K[weight == 0] = V[weight == 0] = along[weight == 0] = np.nan
+    role, tilts, sums = in_orders(pruned_cuda.merge_rows, labels, along, weight, K, V, R)
+    np.testing.assert_array_equal(role, np.where(weight > 0, labels, -2))
+    still = [np.where(weight[..., None] > 0, X, 0) for X in (K, V)]
+    items = choice.items_of(np.ones_like(weight), *still)
+    given = np.zeros_like(still[0]), np.where(weight > 0, along, 0), items, weight, R, None, labels, 1
+    _, log_weight, held = choice.grouped(*given)
+    eps = 64 * float(np.finfo(dtype).eps)
+    np.testing.assert_allclose(tilts, log_weight, rtol=0, atol=eps)
+    found = sums[..., :d], sums[..., d:-3], *(sums[..., k] for k in (-3, -2, -1))
+    for one, other in zip(found, (held.keys, held.values, held.weight, held.offset, held.count), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=eps * (1 + np.abs(other).max() + n))

@@ -190,7 +190,7 @@ class LabelKernels(Protocol):
         """
 
     def reads(self, X: Any, /) -> bool:
-        """Tell whether there are the two kernels that follow."""
+        """Tell whether there are the three kernels that follow."""
 
     def score_rows(self, X: Any, along: Any, distance: Any, residual: bool, /) -> tuple[Any, Any]:
         """Return scores (b, n) of rows for a softmax as `scored` in choice.py has them, and flags of finite squares.
@@ -203,6 +203,13 @@ class LabelKernels(Protocol):
 
         On ties the first rows are chosen; rows with flags in `first` (b, n) come before all others. A score of
         infinity counts as the largest number.
+        """
+
+    def merge_rows(self, labels: Any, along: Any, weight: Any, K: Any, V: Any, R: int, /) -> tuple[Any, Any, Any]:
+        """Return roles (b, n) of rows, tilts (b, n), and the sums (b, R, d + D + 3) of R summaries.
+
+        As `grouped` in choice.py makes them for rows that no summary stands for. A row of weight 0 has the role -2,
+        others their labels. The sums of keys and values come first, then weights, offsets and counts.
         """
 
 

@@ -28,6 +28,7 @@ _PICKING, _COMPUTING = 1024, 512  # threads of a block that picks, with a table 
 _EACH = 4  # rows of a table begin at multiples of so many numbers
 _APART = 8  # numbers between rows in shared memory
 _LANES, _MOST = 32, 8  # threads that share a row, and the most columns of each
+_MERGED = 4  # the same where summaries are made
 
 # As in near.cu
 _WARPS = 8  # of a block
@@ -205,6 +206,34 @@ def label_sums(labels: Any, weight: Any, X: Any, R: int) -> tuple[Any, Any]:
     return sums, mass
 
 
+def merge_rows(labels: Any, along: Any, weight: Any, K: Any, V: Any, R: int) -> tuple[Any, Any, Any]:
+    """Return roles and tilts (b, n) of rows, and the sums (b, R, d + D + 3) of summaries; see `LabelKernels`."""
+    xp, K, V, (b, n, d), D = namespace(), with_rows(K), with_rows(V), K.shape, V.shape[2]
+    weight, along, labels = on_device(weight, K.dtype), on_device(along, K.dtype), on_device(labels, np.int32)
+    levels, sums = xp.empty((b, R), K.dtype), xp.empty((b, R, d + D + 3), K.dtype)
+    role, tilts, real = xp.empty((b, n), np.int64), xp.empty((b, n), K.dtype), TYPES[K.dtype.name]
+    launch("labels", "level_members", (real,), (b * R,), [along, weight, labels, n, R, levels])
+    arguments = [
+        *with_steps(K, 2),
+        *with_steps(V, 2),
+        weight,
+        labels,
+        along,
+        levels,
+        TILT,
+        n,
+        d,
+        D,
+        R,
+        sums,
+        role,
+        tilts,
+    ]
+    tiles = sum(-(-width // (_LANES * _MERGED)) for width in (d, D))
+    launch("labels", "merge_members", (real, str(_MERGED)), (b * R, max(1, tiles)), arguments)
+    return role, tilts, sums
+
+
 def has_few_near(first: Int64, last: Int64) -> bool:
     """Tell whether the rows of a warp together have at most MOST_NEAR keys near them."""
     ends = last[np.minimum(np.arange(len(last))[::_NEAR_ROWS] + _NEAR_ROWS - 1, len(last) - 1)]
@@ -218,8 +247,8 @@ def attend_near(
 
     As `_with_near` in pruned/torch.py has them. `rows`: keys and values (b, n, ·). `edges`: first and last (m,) of
     the keys near each row; see `has_few_near`. `members`: roles (b, n) and log-weights, or None. `held`: keys and
-    values (b, at least s + R, ·) and log-weights (b, s + R) of slots. `sums`: (b, R, d + D + 3), of summaries in float32.
-    Both are None without summaries.
+    values (b, at least s + R, ·) and log-weights (b, s + R) of slots. `sums`: (b, R, d + D + 3), of summaries in
+    float32. Both are None without summaries.
     """
     xp, (b, g, m, d), (K, V) = namespace(), q.shape, map(with_rows, rows)
     (n, D), role, logs = V.shape[1:], on_device(members[0], np.int64), on_device(members[1], np.float32)
@@ -275,7 +304,7 @@ def write_slots(kept: tuple[Any, Any, Any], sums: Any, scale: float, width: int,
 
 
 def widen_queries(q: Any, masses: Any, scale: float, width: int) -> Any:
-    """Return rows (b, g, m, width) of queries (b, g, m, d) for `write_slots`, with logits (b, g, m) of the last slot."""
+    """Return rows (b, g, m, width) of queries for `write_slots`, with logits (b, g, m) of the last slot."""
     (b, g, m, d), q = q.shape, with_rows(q)
     rows = namespace().empty((b, g, m, width), q.dtype)
     arguments = [*with_steps(q, 3), masses, scale, b, g, m, d, width, rows]

@@ -233,6 +233,11 @@ def choose_rows(_: Any, __: Any, ___: int, /) -> tuple[Any, Any, Any]:
     raise NotImplementedError("the caller chooses in steps")
 
 
+def merge_rows(_: Any, __: Any, ___: Any, ____: Any, _____: Any, ______: int, /) -> tuple[Any, Any, Any]:
+    """Raise, because `reads` says that this kernel is not here."""
+    raise NotImplementedError("the caller merges in steps")
+
+
 def rows_of_each(arrays: tuple[Any, ...], places: Any) -> tuple[Any, ...]:
     """Return the rows of each of several arrays (b, n, ...) at places (b, s): (b, s, ...)."""
     if is_torch(places) and places.device.type != "cpu":  # one launch each

@@ -135,6 +135,13 @@ def choose_rows(scores: Any, first: Any, count: int) -> tuple[Any, Any, Any]:
     return tensor_of(order), tensor_of(flags), tensor_of(sound)
 
 
+def merge_rows(labels: Any, along: Any, weight: Any, K: Any, V: Any, R: int) -> tuple[Any, Any, Any]:
+    """Return roles and tilts (b, n) of rows, and the sums (b, R, d + D + 3) of summaries; see `LabelKernels`."""
+    rows = memory_of(K), memory_of(V)
+    role, tilts, sums = cuda.merge_rows(memory_of(labels), memory_of(along), memory_of(weight), *rows, R)
+    return tensor_of(role), tensor_of(tilts), tensor_of(sums)
+
+
 def places(K: Any, origin: Any, root: Any, query: Any) -> tuple[Any, Any]:
     """Return keys in another basis, (b, n, d), and their products with a query, (b, n)."""
     return cast(tuple[Any, Any], on_memory("places", K, origin, root, query))

@@ -133,10 +133,13 @@ def _planned(
             queries = choice.Sums.of(xp.reshape(asked, (b, asked.shape[1] * asked.shape[2], d))).times(times)
             measure = choice.measured(queries, choice.Sums.of(still, second=False), rule.power, K.dtype, checks)
         items, first = choice.items_of(ones, K, V) if R else None, xp.broadcast_to(place < sinks, (b, n))
-        rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores)
+        rows = choice.Contenders(own, V, still, measure, ones, items, first, min(sinks, n), given=scores, roles=True)
         found = choice.selected(rule, rows, partial(_leverage, rule, still, ones), checks, _ROUNDS)
         checks.settle()
-    role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
+    role = found.role
+    if role is None:
+        role = xp.where(found.flags, xp.full_like(place, -2), xp.full_like(place, -1))
+        role = role if found.labels is None else xp.where(found.flags, role, found.labels)
     x = PrunedArguments(
         q=q if rule.power is None else choice.in_range(q * factor, K),
         kept_keys=choice.rows_at(read[0], found.order),
@@ -147,7 +150,7 @@ def _planned(
         values=read[1],
         first=near[0],
         last=near[1],
-        role=role if found.labels is None else xp.where(found.flags, role, found.labels),
+        role=role,
         log_weight=found.log_weight,
         power=rule.power,
         factor=factor if rule.power is None else 1.0,

@@ -277,6 +277,7 @@ class Contenders:
     `weight`: (b, n), of rows in clusters. `items`: the members of new summaries, `held` ahead of rows; None for none.
     `first`: (b, n), flags of rows that are chosen whatever their scores. `sure`: how many these are, for each item.
     `given`: (b, n), scores, if they were given. `held`: earlier summaries. `there`: (b, n), False for absent rows.
+    `roles`: whether the caller asks for roles rather than labels, of rows that no held summary stands for.
     """
 
     own: Any
@@ -290,6 +291,7 @@ class Contenders:
     given: Any = None
     held: Summaries | None = None
     there: Any = None
+    roles: bool = False
 
     def places(self) -> tuple[Any, Any, Any]:
         """Return places, log masses for each unit of weight, and weights in clusters, of summaries and rows."""
@@ -310,6 +312,7 @@ class Selected:
 
     `order`, `count`, `flags`: of rows, as `chosen` returns them.
     `labels`, `log_weight`, `summaries`: of the others, as `grouped` returns them; None without new summaries.
+    `role`: (b, n), labels, and -2 for chosen rows, where one kernel makes all of these; then there are no labels.
     """
 
     order: Any
@@ -318,6 +321,7 @@ class Selected:
     labels: Any = None
     log_weight: Any = None
     summaries: Any = None
+    role: Any = None
 
 
 def selected(
@@ -348,10 +352,29 @@ def selected(
     if rows.items is None:
         return Selected(order, count, flags)
     left = xp.where(flags, xp.zeros_like(rows.weight), rows.weight)
+    if rows.roles and rule.power is None:
+        merged = _merged(X, along, rows.items, left, R, clusters, rounds)
+        if merged is not None:
+            role, tilts, summaries = merged
+            return Selected(order, count, flags, None, tilts, summaries, role)
     if ahead:
         left = xp.concat([weight[:, :ahead], left], axis=1)
     groups = grouped(X, along, rows.items, left, R, rule.power, clusters, rounds)
     return Selected(order, count, flags, *groups)
+
+
+def _merged(
+    X: Any, along: Any, items: Summaries, weight: Any, R: int, labels: Any, rounds: int
+) -> tuple[Any, Any, Summaries] | None:
+    """Return roles, tilts and summaries of rows by a kernel, or None without one; arguments as for `grouped`."""
+    kernels, (K, V) = cast(LabelKernels, kernels_for("pruned", items.keys)), (items.keys, items.values)
+    if not (kernels.reads(K) and kernels.reads(V)):
+        return None
+    if labels is None:
+        labels, _ = PRUNING.cluster(X, weight, R, rounds)
+    role, tilts, sums = kernels.merge_rows(labels, along, weight, K, V, R)
+    mass, offset, count = (sums[..., k] for k in (-3, -2, -1))
+    return role, tilts, Summaries(mass, sums[..., : K.shape[2]], sums[..., K.shape[2] : -3], offset, count)
 
 
 def scored(
