@@ -27,21 +27,6 @@ __device__ inline unsigned long long word_of(double x) {
     return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-// How many threads of the block before this one have a flag; `total` is of all. Before, all threads wait.
-__device__ inline int flags_before(bool flag, int *counts, int &total) {
-    const unsigned int flags = __ballot_sync(0xffffffffu, flag);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) counts[warp] = __popc(flags);
-    __syncthreads();
-    int before = __popc(flags & ((1u << lane) - 1));
-    total = 0;
-    for (int k = 0; k < WARPS; ++k) {
-        before += k < warp ? counts[k] : 0;
-        total += counts[k];
-    }
-    return before;
-}
-
 }  // namespace
 
 // Write scores of rows with places X (rows, d) and the products `along` (rows,) of keys with the mean query: the logarithm of
@@ -78,7 +63,7 @@ __global__ void __launch_bounds__(CHOOSING, 1)
     using Word = decltype(word_of(Real()));
     constexpr int BITS = 8 * sizeof(Word);
     __shared__ unsigned int found[DIGITS];
-    __shared__ int counts[2][WARPS], chosen[2];
+    __shared__ int larger[WARPS], equal[WARPS], chosen[2];
     const long long item = blockIdx.x;
     const Real *const own = scores + item * n;
     const bool *const ahead = first + item * first_step;
@@ -116,19 +101,27 @@ __global__ void __launch_bounds__(CHOOSING, 1)
     }
     numbers = __syncthreads_and(numbers);
     if (threadIdx.x == 0) sound[item] = numbers;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int written = 0;
     for (int low = 0; low < n; low += CHOOSING) {
         const int i = low + threadIdx.x;
         const Word x = i < n ? word(i) : 0;
-        int ties, taken;
-        const bool tie = count && i < n && x == least;
-        const int tied = flags_before(tie, counts[0], ties);
-        const bool take = count && i < n && (x > least || (tie && tied < left));
-        const int place = written + flags_before(take, counts[1], taken);
-        if (take) order[item * count + place] = i;
+        const bool above = count && i < n && x > least, tie = count && i < n && x == least;
+        const unsigned int all_above = __ballot_sync(0xffffffffu, above), ties = __ballot_sync(0xffffffffu, tie);
+        if (lane == 0) larger[warp] = __popc(all_above), equal[warp] = __popc(ties);
+        __syncthreads();
+        int place = __popc(all_above & ((1u << lane) - 1)), tied = __popc(ties & ((1u << lane) - 1));
+        int every_above = 0, every_tie = 0;
+#pragma unroll 4
+        for (int k = 0; k < WARPS; ++k) {
+            if (k < warp) place += larger[k], tied += equal[k];
+            every_above += larger[k], every_tie += equal[k];
+        }
+        const bool take = above || (tie && tied < left);
+        if (take) order[item * count + written + place + min(tied, left)] = i;
         if (i < n) flags[item * n + i] = take;
-        left -= min(ties, left);
-        written += taken;
+        written += every_above + min(every_tie, left);
+        left -= min(every_tie, left);
         __syncthreads();
     }
 }
