@@ -16,6 +16,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "view", "_unsafe_view", "set_", "alias")
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
@@ -88,6 +89,10 @@ def on_devices(function: Any, args: Any, options: dict[str, Any]) -> Any:
     moved = function is torch.ops.aten._to_copy.default and there != bool(devices)
     if moved or (there and function is torch.ops.aten._local_scalar_dense.default):
         Devices.last.crossed.append("back" if there else "there")
+    name = function._schema.name.removeprefix("aten::")
+    views = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.arguments)
+    if (devices or there) and not views and name not in _FREE:
+        Devices.last.ran.append(name)
     result = _attended(*args, **options) if function is _FLASH else function(*args, **options)
     return tree_map(lambda x: CudaTensor(x, devices[0]) if devices and isinstance(x, torch.Tensor) else x, result)
 
@@ -102,8 +107,9 @@ def _attended(q: Any, keys: Any, values: Any, *_: Any, scale: float) -> tuple[An
 class Devices(TorchDispatchMode):  # type: ignore[misc]
     """Within it torch makes tensors on the emulator's devices.
 
-    asked: the bytes that it was asked for. crossed: which tensors it copied "there", and which figures or tensors came
-    "back"; a program waits for either.
+    asked: the bytes that it was asked for. ran: its functions that made numbers there, each of which is a launch or a
+    few; functions of views are not among them. crossed: which tensors it copied "there", and which figures or tensors
+    came "back"; a program waits for either.
     """
 
     last: Any
@@ -111,6 +117,7 @@ class Devices(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[int] = []
+        self.ran: list[str] = []
         self.crossed: list[str] = []
         Devices.last = self
 
