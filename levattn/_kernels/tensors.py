@@ -23,6 +23,7 @@ from levattn._kernels.dispatch import kernels_for
 
 _HAS_CUPY = find_spec("cupy") is not None
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OWN_MEMORY = _PLAIN  # types of tensors that lie where they say; others wrap some, as those of torch.distributed do
 _SHARED = (torch.float32, torch.float64)
 _READ = (*_SHARED, torch.float16, torch.bfloat16)
 _EXPORTS = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
@@ -33,6 +34,11 @@ _REASON = "levattn reads numbers of tensors or keeps a state here; compile witho
 def has_kernels(tensor: Any) -> bool:
     """Tell whether kernels read the tensor; if not, the definitions run on it, and torch differentiates them."""
     return tensor.device.type in ("cpu", "meta") or (tensor.device.type == "cuda" and _HAS_CUPY)
+
+
+def has_own_memory(tensor: Any) -> bool:
+    """Tell whether numbers of a tensor lie where it says, as they may not in a class of another library."""
+    return type(tensor) in _OWN_MEMORY
 
 
 def is_transformed(tensor: Any) -> bool:

@@ -41,8 +41,10 @@ def tensors(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if emulated.DEVICES:
         pytest.skip("the emulator's tensors stand in for those of a card")
     from emulator import tensors
+    from levattn._kernels import tensors as read
 
     streams = tensors.torch_on_devices(monkeypatch)
+    monkeypatch.setattr(read, "_OWN_MEMORY", (*read._OWN_MEMORY, tensors.CudaTensor))
     with tensors.Devices() as made:
         for happened in (places.launches, places.waits, places.own):
             happened.clear()

@@ -231,6 +231,22 @@ def test_tensors_take_the_stream_and_the_memory_of_torch(tensors: Any, name: str
     torch.testing.assert_close(found.inner, TENSOR_CALLS[name](K), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("call", [pruned_attention, causal_pruned_attention], ids=lambda call: call.__name__)
+def test_tensors_of_another_class_are_left_to_torch(call: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers may lie elsewhere, as those of torch.distributed do: no kernel of pruned attention reads them."""
+    import torch
+
+    from levattn._kernels import tensors as read
+
+    there, _, _ = tensors
+    X = torch.from_numpy(keys(150, 8)[None]).float()
+    monkeypatch.setattr(read, "_OWN_MEMORY", (torch.Tensor, torch.nn.Parameter))
+    places.launches.clear()
+    found = call(*(there.CudaTensor(X, 0) for _ in range(3)), Selection(40))
+    assert not places.launches
+    torch.testing.assert_close(found.inner, call(X, X, X, Selection(40)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("options", "most"), [({"summaries": 0}, 32), ({}, 70)], ids=["without summaries", "with"])
 def test_pruned_attention_of_tensors_has_few_launches(tensors: Any, options: Any, most: int) -> None:
     """Of kernels and of torch, whose attention is several functions in main memory; and one wait, at the end."""

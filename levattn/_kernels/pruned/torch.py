@@ -36,6 +36,7 @@ from levattn._kernels.pruned.definition import from_rows
 from levattn._kernels.tensors import (
     are_plain_on_device,
     has_kernels,
+    has_own_memory,
     has_tangent,
     in_plain_memory,
     is_transformed,
@@ -474,7 +475,9 @@ def is_read_there(tensors: list[Any]) -> bool:
 
 def _on_device(X: Any) -> bool:
     """Tell whether kernels of a device read a tensor."""
-    return X.device.type == "cuda" and has_kernels(X) and not is_transformed(X) and not torch.compiler.is_compiling()
+    if X.device.type != "cuda" or not has_own_memory(X) or not has_kernels(X):
+        return False
+    return not is_transformed(X) and not torch.compiler.is_compiling()
 
 
 def mixture(x: PrunedArguments, _: dict[str, Any] | None = None, __: Any = None) -> tuple[Any, Any]:
