@@ -40,7 +40,7 @@ _SCORED = 64  # rows of a block of choose.cu
 _SLOT_THREADS = 128  # of a block of slots.cu
 
 # As in renew.cu
-_PLACED = 8  # rows that a warp places at a time
+_PLACED, _PACK = 8, 4  # rows that a warp places at a time, and numbers that a thread reads at once
 _RENEWED = 1 << 26  # numbers that one block reads to cluster: more take longer than the launches that it saves
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
@@ -342,7 +342,12 @@ def renews(d: int, D: int, slots: tuple[int, int], leaving: int) -> bool:
 
 def _renewal_bytes(n: int, R: int, d: int, resident: int) -> int:
     """Return the bytes of shared memory of a renewal of n items, some of them resident."""
-    return 4 * (7 * _whole(n) + resident * (d + _APART) + d + R + 1)
+    return 4 * (7 * _whole(n) + resident * (_deep(d) + _APART) + _deep(d) + R + 1)
+
+
+def _deep(d: int) -> int:
+    """Return the numbers of a row of d columns in packs."""
+    return -(-d // _PACK) * _PACK
 
 
 def _whole(n: int) -> int:
@@ -367,8 +372,8 @@ def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
     sums = [(d,), (D,), (), (), ()] + [()] * x.bounded
     new += [xp.empty((items, R, *wide)) if R else None for wide in sums] + [None] * (6 - len(sums))
     room = shared_limit() - _RENEWING - _renewal_bytes(n, R, d, 0)
-    resident = min(_whole(n), room // (4 * (d + _APART)) // _PLACED * _PLACED)
-    outside = xp.empty((b, _whole(n) - resident, d), single) if resident < n else None
+    resident = min(_whole(n), room // (4 * (_deep(d) + _APART)) // _PLACED * _PLACED)
+    outside = xp.empty((b, _whole(n) - resident, _deep(d)), single) if resident < n else None
     finite = xp.empty((turns * b,), np.bool_)
     arguments = [
         *with_steps(K, 2),

@@ -15,6 +15,7 @@ constexpr int THREADS = 512;  // of a block, or half as many for rows of many co
 constexpr int WARPS = THREADS / 32;
 constexpr int PLACED = 8;                 // rows that a warp places at a time, at most
 constexpr int LANES = 8;                  // threads that share a row while distances are computed
+constexpr int PACK = 4;                   // numbers that a thread reads at once; rows begin at multiples of them
 constexpr int READ = 16;                  // numbers that a thread reads before it adds them
 constexpr unsigned int ALL = 0xffffffffu;
 
@@ -48,25 +49,31 @@ struct Items {
     }
 };
 
-// Memory of a block for n items. `far`: (n,) numbers in double precision, where `squares` and `least` lie.
+// Memory of a block for n items. `far`: (n,) numbers in double precision, where `squares` and `least` lie. Rows have `deep`
+// numbers, which are d and zeros.
 struct Room {
     float *inside, *outside, *squares, *least, *along, *scores, *mean;
     double *far;
     int *labels, *flags, *order, *starts;
-    int resident, pitch, d;
+    int resident, pitch, deep, d;
 
     __device__ Room(unsigned char *memory, float *outside, int resident, int n, int R, int d)
-        : outside(outside), resident(resident), pitch(d + LANES), d(d) {
+        : outside(outside), resident(resident), pitch((d + PACK - 1) / PACK * PACK + LANES),
+          deep((d + PACK - 1) / PACK * PACK), d(d) {
         const int wide = (n + 7) / 8 * 8;
         far = (double *)memory;
         squares = (float *)memory, least = squares + wide, along = least + wide, scores = along + wide;
         inside = scores + wide, mean = inside + (long long)resident * pitch;
-        labels = (int *)(mean + d), flags = labels + wide, order = flags + wide, starts = order + wide;
+        labels = (int *)(mean + deep), flags = labels + wide, order = flags + wide, starts = order + wide;
     }
 
     __device__ float *row(int i) const {
-        return i < resident ? inside + (long long)i * pitch : outside + (long long)(i - resident) * d;
+        return i < resident ? inside + (long long)i * pitch : outside + (long long)(i - resident) * deep;
     }
+};
+
+struct alignas(16) Pack {
+    float of[PACK];
 };
 
 __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
@@ -81,7 +88,7 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
     bool sound = true;
     for (int low = threadIdx.x / 32 * ROWS; low < n; low += blockDim.x / 32 * ROWS) {
         float *const rows = room.row(low);  // all of them inside, or all outside
-        const int step = low < room.resident ? room.pitch : d;
+        const int step = low < room.resident ? room.pitch : room.deep;
         for (int r = 0; r < ROWS && low + r < n; ++r) {
             const int i = low + r;
             const bool whole = i >= items.held.R, there = items.count(i) > 0;
@@ -90,7 +97,10 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 const int k = lane + 32 * c;
-                if (k >= d) continue;
+                if (k >= d) {
+                    if (k < room.deep) rows[r * step + k] = 0;
+                    continue;
+                }
                 const float x = (whole ? items.row(i, false, d)[k]
                                        : (float)(items.held.sums[(long long)i * d + k] * inverse)) - origin[k];
                 rows[r * step + k] = x;
@@ -103,19 +113,22 @@ __device__ bool place_items(const Items &items, const Room &room, int n, const f
         }
         __syncwarp();
         float sums[ROWS][COLUMNS] = {};
-#pragma unroll(COLUMNS > 4 ? 1 : 2)
-        for (int k = 0; k < d; ++k) {
-            float factors[COLUMNS];
+#pragma unroll 1
+        for (int low_k = 0; low_k < d; low_k += PACK) {
+            Pack x[ROWS];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c) {
-                const int column = lane + 32 * c;
-                factors[c] = column <= k ? root[(long long)k * d + column] : 0;
-            }
+            for (int r = 0; r < ROWS; ++r) x[r] = *(const Pack *)(rows + r * step + low_k);
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const float x = rows[r * step + k];
+            for (int j = 0; j < PACK; ++j) {
+                const int k = low_k + j;
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c) sums[r][c] = fmaf(x, factors[c], sums[r][c]);
+                for (int c = 0; c < COLUMNS; ++c) {
+                    if (32 * c > k) break;  // the factor is lower triangular
+                    const int column = lane + 32 * c;
+                    const float factor = column <= k && k < d ? root[(long long)k * d + column] : 0;
+#pragma unroll
+                    for (int r = 0; r < ROWS; ++r) sums[r][c] = fmaf(x[r].of[j], factor, sums[r][c]);
+                }
             }
         }
         __syncwarp();
@@ -144,9 +157,9 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
     __shared__ float fars[2][WARPS];  // in turns, so that a pick takes one barrier
     __shared__ int picks[2][WARPS];
     const int d = room.d, lane = threadIdx.x % LANES, first = threadIdx.x / LANES, warp = threadIdx.x / 32;
-    for (int k = threadIdx.x; k < d; k += blockDim.x) {
+    for (int k = threadIdx.x; k < room.deep; k += blockDim.x) {
         double sum = 0, weight = 0;
-        for (int i = 0; i < n; ++i) {
+        for (int i = 0; i < n && k < d; ++i) {
             if (room.labels[i] < 0) continue;
             const double own = items.count(i);
             sum += own * room.row(i)[k], weight += own;
@@ -157,9 +170,10 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
     int chosen = 0;
     for (int pick = 0; pick <= R; ++pick) {
         const float *const from = pick ? room.row(chosen) : room.mean;
-        float center[4 * COLUMNS];
+        Pack center[COLUMNS];  // of which a lane has every eighth pack
 #pragma unroll
-        for (int u = 0; u < 4 * COLUMNS; ++u) center[u] = lane + LANES * u < d ? from[lane + LANES * u] : 0;
+        for (int u = 0; u < COLUMNS; ++u)
+            if (PACK * (lane + LANES * u) < room.deep) center[u] = *(const Pack *)(from + PACK * (lane + LANES * u));
         float far = -1;
         chosen = 0;
         for (int low = 0; low < n; low += blockDim.x / LANES) {  // all threads alike, because they exchange sums
@@ -167,9 +181,14 @@ __device__ void find_clusters(const Items &items, const Room &room, int n, int R
             const float *const x = room.row(min(i, n - 1));
             float distance = 0;
 #pragma unroll
-            for (int u = 0; u < 4 * COLUMNS; ++u) {
-                const float apart = lane + LANES * u < d ? x[lane + LANES * u] - center[u] : 0;
-                distance = fmaf(apart, apart, distance);
+            for (int u = 0; u < COLUMNS; ++u) {
+                if (PACK * (lane + LANES * u) >= room.deep) break;
+                const Pack own = *(const Pack *)(x + PACK * (lane + LANES * u));
+#pragma unroll
+                for (int j = 0; j < PACK; ++j) {
+                    const float apart = own.of[j] - center[u].of[j];
+                    distance = fmaf(apart, apart, distance);
+                }
             }
 #pragma unroll
             for (int half = LANES / 2; half; half /= 2) distance += __shfl_xor_sync(ALL, distance, half);
@@ -370,7 +389,7 @@ __device__ inline void copy_all(Number *to, const Number *from, long long count)
 // turn · b + sequence. Its results are the item b later if it is `in_turn`, where item `sequence` gets the slots before;
 // all have as many slots then.
 //
-// `resident`: how many rows lie in shared memory, a multiple of 8. `outside` (b, n - resident, d): room for others.
+// `resident`: how many rows lie in shared memory, a multiple of 8. `outside`: room for others, where d is rounded up to packs.
 template <int COLUMNS>
 __global__ void __launch_bounds__(COLUMNS > 4 ? THREADS / 2 : THREADS, 1)
     renew_slots(const float *K, long long key_item, long long key_step, const float *V, long long value_item,
@@ -383,7 +402,8 @@ __global__ void __launch_bounds__(COLUMNS > 4 ? THREADS / 2 : THREADS, 1)
                 double *new_radius, int size, int R, bool *finite) {
     DYNAMIC_SHARED(memory);
     const int sequence = blockIdx.x, n = before + s + leaving, warp = threadIdx.x / 32;
-    const Room room(memory, outside + (long long)sequence * max((n + 7) / 8 * 8 - resident, 0) * d, resident, n, R, d);
+    const Room room(memory, outside + (long long)sequence * max((n + 7) / 8 * 8 - resident, 0) * ((d + PACK - 1) / PACK * PACK),
+                    resident, n, R, d);
     const Slots given{kept,         kept_values,  kept_places, held, held_values, held_weights,
                       held_offsets, held_counts, held_radius, s,    before};
     const Slots made{new_kept,    new_values, new_places, new_sums, new_value_sums, new_weights,
