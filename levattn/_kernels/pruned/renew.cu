@@ -319,6 +319,7 @@ __device__ void sum_up(const Items &items, const Room &room, const Slots &to, in
         if (lane < here) weight = fma(factor, whole, weight), offset = fma(factor, shift + tilt * whole, offset);
         own_factors[lane] = factor;
         const int summaries = __popc(__ballot_sync(ALL, lane < here && summary));  // they come first
+        __syncwarp();  // a vote orders no memory
         add_rows<COLUMNS, double>(sums, 0, summaries, room.order + low, own_factors, width,
                                   [&](int i) { return held + (long long)i * width; });
         add_rows<COLUMNS, float>(sums, summaries, here, room.order + low, own_factors, width,
