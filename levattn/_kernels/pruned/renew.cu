@@ -281,15 +281,17 @@ __device__ inline void add_rows(double (&sums)[COLUMNS], int at, int end, const 
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u) {
             const int source = min(at + u, end - 1);
-            times[u] = at + u < end ? factors[source] : 0.0;
+            times[u] = factors[source];
             const Number *const from = row(items[source]);
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) read[u][c] = lane + 32 * c < width ? from[lane + 32 * c] : Number(0);
         }
 #pragma unroll
-        for (int u = 0; u < AHEAD; ++u)
+        for (int u = 0; u < AHEAD; ++u) {
+            if (at + u >= end) break;
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) sums[c] = fma(times[u], (double)read[u][c], sums[c]);
+        }
     }
 }
 
