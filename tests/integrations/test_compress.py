@@ -1,4 +1,7 @@
-"""Compressed contexts of tiny decoders: against dense caches, against attention written out, forks, batches, files."""
+"""Compressed contexts of tiny decoders: against dense caches, against attention written out, forks, batches, files.
+
+Inside: what layers ask of a mask once is asked here as they do.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from levattn.integrations.transformers import (  # noqa: E402
     head_profile,
     prune,
 )
+from levattn.integrations.transformers.calls import once_a_step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,6 +115,56 @@ def test_padded_questions_and_beams() -> None:
     whole = compress(model, context(), 1.0)
     dense = model.generate(torch.cat([context(), question()], 1), num_beams=3, **GREEDY)[:, CONTEXT:]
     assert torch.equal(whole.ask(model, question(), num_beams=3, **GREEDY), dense)
+
+
+class _Looks(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+    """Counts how often flags are looked at, for which a device would have to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.all.default, torch.ops.aten.any.default)
+        return function(*args, **options or {})
+
+
+def test_the_mask_of_a_step_is_looked_at_once_for_all_layers() -> None:
+    counts = []
+    for layers in (2, 5):
+        model, ids, cut = base(num_hidden_layers=layers), context(2), {(layer, 0): 0.5 for layer in range(layers)}
+        mask = torch.ones_like(ids)
+        mask[1, :9] = 0
+        cache = compress(model, {"input_ids": ids, "attention_mask": mask}, cut, references="none")
+        whole = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+        with torch.no_grad(), _Looks() as looks:
+            model(question(2)[:, :1], attention_mask=whole, **{CACHE: cache})
+        counts.append(looks.count)
+    assert 0 < counts[0] == counts[1]
+
+
+def test_what_was_found_of_a_mask_is_found_again_where_it_changed() -> None:
+    asked: list[str] = []
+
+    def found(mask: Any, key: str, rows: int = 1) -> Any:
+        return once_a_step(mask, rows, key, lambda: asked.append(key) or bool(mask.all()))
+
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    assert [found(mask, "a"), found(mask, "a"), found(mask, "b"), found(mask, "a")] == [True] * 4
+    assert asked == ["a", "b"]
+    mask[0, 0, 0, 3] = False
+    assert not found(mask, "a")
+    assert found(torch.ones_like(mask), "a")
+    assert not found(mask, "a")
+    assert asked == ["a", "b", "a", "a", "a"]
+    with torch.inference_mode():
+        other = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+        assert found(other, "c")
+        other[0, 0, 0, 0] = False
+        assert not found(other, "c")  # its changes are not counted
+    assert not found(mask, "d", rows=2)
+    mask[:] = True
+    assert found(mask, "d", rows=2)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, CompressedCache.copy])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -169,6 +171,33 @@ def seen_by(mask: Any, keys: int) -> Any:
             "adds 0 or masks a position. Leave the biases out, or use the base model"
         )
     return mask == 0
+
+
+class _LastMask(threading.local):
+    """The mask of the last step that a thread read, its version, and answers of `once_a_step`."""
+
+    mask: Any = None  # a weak reference
+    version = -1
+    found: dict[Any, Any] | None = None
+
+
+_LAST = _LastMask()
+
+
+def once_a_step(mask: Any, rows: int, key: Any, find: Callable[[], Any]) -> Any:
+    """Return the result of `find`, which is called once for all layers of a model that are given the mask of a step.
+
+    To look at a mask waits for a device. A step has one row. `key`: all other things on which the result depends.
+    """
+    if rows != 1 or not isinstance(mask, torch.Tensor) or mask.is_inference():  # which has no version
+        return find()
+    if _LAST.mask is None or _LAST.mask() is not mask or _LAST.version != mask._version:
+        _LAST.mask, _LAST.version, _LAST.found = weakref.ref(mask), mask._version, {}
+    found = _LAST.found or {}
+    if key not in found:
+        found[key] = find()
+    _LAST.found = found
+    return found[key]
 
 
 def padding_mask(*args: Any, **kwargs: Any) -> Any:

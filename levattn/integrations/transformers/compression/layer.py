@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from levattn._core.checks import whole_number
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.pruned import choice
-from levattn.integrations.transformers.calls import padding_and_kind
+from levattn.integrations.transformers.calls import once_a_step, padding_and_kind
 from levattn.integrations.transformers.compression.slots import (
     HeadSlots,
     Seen,
@@ -263,20 +263,9 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if not self.groups:
             return None
         rows, length = q.shape[2], tail[0].shape[2]
-        present, causal = padding_and_kind(layer, mask, rows, self.length + length, True)
-        if not causal:
-            raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
-        after = None
-        if present is not None:
-            before, after = present[:, : self.length], present[:, self.length :]
-            hidden = (self.present.to(before.device) & ~before).any()
-            hides, whole = torch.stack([hidden, after.all()]).cpu().tolist()  # at once, as this waits for a device
-            if hides:
-                raise ValueError(
-                    f"{layer} was given an attention mask that hides positions of the context other than its padding; "
-                    "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
-                )
-            after = None if whole else after
+        here = self.present  # of all layers, until they renew their slots
+        known = here.data_ptr(), tuple(here.shape), here.stride(), self.length, length
+        after, _ = once_a_step(mask, rows, known, lambda: (self._padding_after(layer, mask, rows, length), here))
         if self.renewal is not None:
             self.renewal.take(q * scale, after, length)
         kind = tail[0].dtype
@@ -285,6 +274,23 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             tail = [array.to(kind) for array in tail]
         groups = tuple(group.opened(kind) for group in self.groups)
         return attended(q.to(kind), groups, tail, after, scale, softcap)
+
+    def _padding_after(self, layer: str, mask: Any, rows: int, length: int) -> Any:
+        """Return which of the positions after the slots are no padding, (B, length) bool, or None for all."""
+        present, causal = padding_and_kind(layer, mask, rows, self.length + length, True)
+        if not causal:
+            raise ValueError(f"{layer} was given a mask that is not causal; expected causal attention")
+        if present is None:
+            return None
+        before, after = present[:, : self.length], present[:, self.length :]
+        hidden = (self.present.to(before.device) & ~before).any()
+        hides, whole = torch.stack([hidden, after.all()]).cpu().tolist()  # at once, as this waits for a device
+        if hides:
+            raise ValueError(
+                f"{layer} was given an attention mask that hides positions of the context other than its padding; "
+                "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
+            )
+        return None if whole else after
 
     def renew(self) -> None:
         """Compress the positions after the slots, if there are enough of them."""
