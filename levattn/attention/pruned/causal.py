@@ -530,7 +530,7 @@ def _run_in_turn(
     b, g, T, _ = q.shape
     length, followed, before = T // count, count - last, part
     near = rows[0].shape[1] - T
-    asking = _asking(walk.rule, part, q, count)
+    asking = _asking(walk.rule, part, without_gradient(q), count)
     total, second = _running(asking, count, part.queries, walk.factor if walk.unscaled(q) else 1.0)
     of_keys, _ = _running(rows[0][:, None, near:, :], count, part.keys)
     queries, keys = (
