@@ -36,14 +36,17 @@ OTHER_STORAGE = {
 }
 
 # Files that were measured to take longest, so that no process ends with one of them; but first one that compiles most
-# kernels, and beside it, in another process, those that need others.
+# kernels, and beside it, in another process, those that need others. So do sources for cards, and sources for the CPU.
 FIRST = (
     *("test_routes", "test_tssa_torch", "test_transformers", "test_prune", "test_pruned", "test_cli", "test_plots"),
     *("test_streaming", "test_contract", "test_exact", "test_sparse", "test_sensitivity", "test_decoding"),
     *("test_passes", "test_sketch", "test_undecided", "test_state_bytes", "test_linalg", "test_accuracy"),
-    *("test_misses", "test_causality", "test_operators", "test_compiled", "test_latte", "test_latent_torch"),
-    *("test_found", "test_approximate", "test_wide", "test_io", "test_cli_inside", "test_cli_contexts"),
-    *("test_cuda_sketch", "test_emulator", "test_cuda_library", "test_cuda", "test_cuda_latent", "test_cuda_tokens"),
+    *("test_misses", "test_operators", "test_compiled", "test_found", "test_approximate", "test_wide"),
+    *("test_causality", "test_latte", "test_latent_torch", "test_io", "test_cli_inside", "test_cli_contexts"),
+    *("test_transformations", "test_evaluate", "test_shared_states", "test_cache_operations", "test_compress"),
+    *("test_context_files", "test_coverage", "test_causal", "test_streamed_sample", "test_import", "test_readme"),
+    *("test_cuda_compile", "test_cuda_sketch", "test_emulator", "test_cuda_library", "test_cuda", "test_cuda_latent"),
+    *("test_cuda_tokens", "test_cuda_devices", "test_gpu_program", "test_cuda_costs", "test_cuda_ill_conditioned"),
 )
 
 

@@ -23,6 +23,8 @@ if not HAS_TORCH:
 
 import torch
 
+from levattn._kernels.pruned import torch as fused_kernels
+
 NAMES = ("weight", "keys", "values", "offset", "count")
 RENEWALS: list[dict[str, Any]] = [
     {},
@@ -184,7 +186,9 @@ def test_faults_are_flagged_and_nothing_is_written_elsewhere(fault: str) -> None
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "uint16"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 3, 24, 5, 4), (3, 2, 70, 33, 2), (1, 1, 300, 64, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 1), (2, 3, 24, 5, 4), (3, 2, 70, 33, 2), (1, 1, 300, 64, 1), (2, 2, 5000, 3, 1)], ids=str
+)
 def test_sums_of_rows_are_those_of_each_chunk(shape: tuple[int, ...], dtype: str) -> None:
     """Of a view, in any order of threads; words of 16 bits are of bfloat16."""
     b, g, n, d, chunks = shape
@@ -255,6 +259,61 @@ def test_no_batch_and_no_future_changes_a_bit(kind: str, tensors: Any) -> None:
     for name in ("keys", "values", "weight", "offset", "count"):
         one, two = (vars(state.parts[0].summaries)[name].inner for state in kept)
         torch.testing.assert_close(one[1:2], two, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_arrays_of_cupy_take_steps(dtype: str, cupy: Any) -> None:
+    Q, K, V = (X.numpy()[0].astype(dtype) for X in drawn(1, 1, 280))
+    found = causal_pruned_attention(*map(cupy.asarray, (Q, K, V)), 64)
+    wide = (X.astype(np.float64) for X in (Q, K, V))
+    room = 1e-2 if dtype == "float16" else 1e-5
+    np.testing.assert_allclose(found.get(), causal_pruned_attention(*wide, 64), rtol=0, atol=room)
+
+
+@pytest.mark.parametrize("refuses", ["all", "some"])
+def test_renewals_that_are_refused_take_steps(refuses: str, tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they begin, or when they were asked for in turn: outputs are those of steps all the same."""
+    there, _, _ = tensors
+    given = drawn(1, 2, 280)
+    exact = causal_pruned_attention(*given, 64)
+    if refuses == "all":
+        monkeypatch.setattr(pruned_cuda, "can_renew", lambda *_: False)
+    else:
+        monkeypatch.setattr(fused_kernels, "renewed", lambda *_: None)
+    found = causal_pruned_attention(*(there.CudaTensor(X, 1) for X in given), 64)
+    torch.testing.assert_close(found.inner, exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("d", "D", "slots", "leaving", "fits"),
+    [
+        (128, 128, (96, 32), 128, True),
+        (160, 256, (400, 100), 400, True),
+        (170, 1, (9, 3), 9, False),
+        (8, 257, (9, 3), 9, False),
+        (128, 128, (700, 700), 700, False),
+        (2, 2, (2000, 0), 2000, False),
+        (8, 8, (0, 0), 0, False),
+    ],
+)
+def test_one_block_renews_what_takes_it_no_longer_than_launches(
+    d: int, D: int, slots: tuple[int, int], leaving: int, fits: bool
+) -> None:
+    """Many columns, clusters or comparisons of scores go in steps."""
+    assert pruned_cuda.can_renew(d, D, slots, leaving) == fits
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_tangents_are_no_constants(tensors: Any) -> None:
+    """Kernels have no forward mode, and leave tensors with tangents to the definitions."""
+    there, _, _ = tensors
+    X = there.CudaTensor(torch.randn(1, 90, 8), 1)
+    assert fused_kernels.reads(X)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, there.CudaTensor(torch.ones(1, 90, 8), 1))
+        assert not fused_kernels.reads(dual)
+        assert not fused_kernels.renews(X, dual, (10, 4), 20)
 
 
 @pytest.mark.parametrize(("change", "match"), [(np.nan, "NaN"), (3e38, "too large|beyond")])

@@ -376,16 +376,18 @@ def test_each_benchmark_begins_on_the_cpu_and_knows_its_cases(tmp_path: Path, na
         assert "not installed" in told
 
 
-def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What comes first on a card, with tensors in main memory in place of those of a card."""
+def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes first on a card, with tensors in main memory in place of those of a card: two of its processes."""
     pytest.importorskip("torch")
+    families = dict(list(cases.FAMILIES.items())[:2])
+    monkeypatch.setattr(steps, "FAMILIES", families)
     arguments = ["--device", "cpu", "--quick", "--folder", str(tmp_path), "--limit", "300"]
     assert program.main(arguments) == 0
     first = capsys.readouterr().out.splitlines()
     kept = json.loads((tmp_path / "the-cpu.json").read_text())["steps"]
     assert kept.pop("first/loading")["state"] == "untested"
     assert {step["state"] for step in kept.values()} == {"passed"}
-    assert set(kept) == {f"first/{family}" for family in cases.FAMILIES}
+    assert set(kept) == {f"first/{family}" for family in families}
     assert all(step["counts"]["calls right"] >= 2 for step in kept.values())
     with tarfile.open(tmp_path / "the-cpu.tar.gz") as packed:
         assert {"the-cpu.json", "the-cpu/first-scores.log", "the-cpu/first-scores.json"} <= set(packed.getnames())
@@ -393,6 +395,18 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     again = capsys.readouterr().out.splitlines()
     assert {line for line in again if line.endswith("done before")} == {f"{name}: done before" for name in kept}
     assert again[-2:] == first[-2:]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", list(cases.FAMILIES)[2:])
+def test_what_comes_first_is_right_on_the_cpu(tmp_path: Path, family: str) -> None:
+    """The processes of other families, without the processes."""
+    pytest.importorskip("torch")
+    path = tmp_path / "calls.json"
+    assert calls.main(["--device", "cpu", "--first", "--only", family, "--json", str(path)]) == 0
+    counts = json.loads(path.read_text())["counts"]
+    assert counts["calls right"] >= 2
+    assert counts["calls wrong"] == 0
 
 
 # -- calls ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -364,6 +365,11 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], error: type
         evaluate(model_of(), tokenizer_of(), **given)
 
 
+@cache
+def plain_answers() -> Any:
+    return evaluate(model_of(), tokenizer_of(), document(60), QUESTIONS, budgets=[0.5]).answers
+
+
 @pytest.mark.parametrize(
     "own",
     [
@@ -377,10 +383,9 @@ def test_what_cannot_be_compared_is_refused(options: dict[str, Any], error: type
 )
 def test_answers_are_greedy_whatever_the_model_generates_by_itself(own: dict[str, Any]) -> None:
     model, tokenizer, text = model_of(), tokenizer_of(), document(60)
-    plain = evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5])
     for name, value in own.items():
         setattr(model.generation_config, name, value)
-    assert evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5]).answers == plain.answers
+    assert evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5]).answers == plain_answers()
 
 
 def test_a_model_in_training_is_refused() -> None:

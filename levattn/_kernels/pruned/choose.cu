@@ -7,6 +7,7 @@ namespace {
 constexpr int SCORING = 256;  // threads of a block that scores
 constexpr int ROWS = 64;      // of such a block
 constexpr int CHOOSING = 1024;
+constexpr int AHEAD = 4;  // scores that a thread reads before it looks at them
 constexpr int DIGITS = 256;
 constexpr int WARPS = CHOOSING / 32;
 
@@ -76,16 +77,21 @@ __global__ void __launch_bounds__(CHOOSING, 1)
         __syncthreads();
         int digit = 0;
         unsigned int run = 0;  // of equal digits, because many begin alike
-        for (int i = threadIdx.x; i < n; i += CHOOSING) {
-            const Word x = word(i);
-            numbers = numbers && x;
-            if ((x & known) != least) continue;
-            const int next = (int)(x >> shift & (DIGITS - 1));
-            if (next != digit) {
-                if (run) atomicAdd(&found[digit], run);
-                digit = next, run = 0;
+        for (int low = threadIdx.x; low < n; low += AHEAD * CHOOSING) {
+            Word x[AHEAD];
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) x[u] = word(min(low + u * CHOOSING, n - 1));
+#pragma unroll
+            for (int u = 0; u < AHEAD; ++u) {
+                numbers = numbers && x[u];
+                if (low + u * CHOOSING >= n || (x[u] & known) != least) continue;
+                const int next = (int)(x[u] >> shift & (DIGITS - 1));
+                if (next != digit) {
+                    if (run) atomicAdd(&found[digit], run);
+                    digit = next, run = 0;
+                }
+                ++run;
             }
-            ++run;
         }
         if (run) atomicAdd(&found[digit], run);
         __syncthreads();

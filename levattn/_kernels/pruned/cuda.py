@@ -36,12 +36,14 @@ _NEAR_ROWS = 4  # of a warp
 _NEAR_COLUMNS = (2, 4, 8)  # of a lane
 MOST_NEAR, MOST_COLUMNS = 32, 32 * _NEAR_COLUMNS[-1]  # keys near the rows of a warp, and columns of keys and values
 
+_SUMMED = 4096  # rows of a block that adds them
 _SCORED = 64  # rows of a block of choose.cu
 _SLOT_THREADS = 128  # of a block of slots.cu
 
 # As in renew.cu
 _PLACED, _PACK = 8, 4  # rows that a warp places at a time, and numbers that a thread reads at once
-_RENEWED = 1 << 26  # numbers that one block reads to cluster, by arithmetic in some two milliseconds
+_RENEWED = 1 << 26  # numbers that one block reads for a renewal, by arithmetic in some two milliseconds
+_COMPARED = 6  # numbers that it reads for each pair of items
 
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _RENEWING = 16 * 32 * 8 + 1024  # the same of renew.cu
@@ -117,15 +119,17 @@ def summed_squares(X: Any, kind: Any) -> Any:
 def row_sums(X: Any, chunks: int) -> Any:
     """Return the sums (chunks · b, d) in float64 over the rows of X (b, g, n, d) in each chunk of n."""
     (b, g, n, d), X = X.shape, with_rows(X)
-    sums = namespace().empty((chunks * b, d))
-    arguments = [*with_steps(X, 3), b, g, n // chunks, d, sums]
-    launch("measure", "sum_rows", (stored(X.dtype),), (chunks * b, -(-d // _LANES)), arguments)
-    return sums
+    parts = max(1, -(-g * (n // chunks) // _SUMMED))  # by the rows alone, so that a sum has the same bits in any batch
+    sums = namespace().empty((parts, chunks * b, d))
+    arguments = [*with_steps(X, 3), b, g, n // chunks, d, _SUMMED, sums]
+    grid = chunks * b, -(-d // _LANES), parts
+    launch("measure", "sum_rows", (stored(X.dtype),), grid, arguments)
+    return sums[0] if parts == 1 else running(sums, None)[-1]
 
 
 def running(sums: Any, before: Any) -> Any:
-    """Return sums (chunks, ...) up to and with each chunk, after others (...), in place."""
-    size = int(before.size)
+    """Return sums (chunks, ...) up to and with each chunk, after others (...) or zeros, in place."""
+    size = int(sums.size) // max(1, len(sums))
     launch("measure", "add_chunks", (), (-(-size // 256),), [sums, on_device(before), len(sums), size])
     return sums
 
@@ -329,13 +333,14 @@ def join_near(found: Any, sums: Any, near: tuple[Any, Any, Any]) -> tuple[Any, A
     return Y, rests
 
 
-def renews(d: int, D: int, slots: tuple[int, int], leaving: int) -> bool:
+def can_renew(d: int, D: int, slots: tuple[int, int], leaving: int) -> bool:
     """Tell whether one launch renews slots, of keys with d columns and values with D, and whether that is quick.
 
     `slots`: kept keys and summaries after a renewal.
     """
     n = sum(slots) + leaving
-    if not n or not 0 < d <= MOST_COLUMNS or D > MOST_COLUMNS or n * d * (slots[1] + 1) > _RENEWED:
+    read = n * (d * (slots[1] + 1) + _COMPARED * n)
+    if not n or not 0 < d <= MOST_COLUMNS or D > MOST_COLUMNS or read > _RENEWED:
         return False
     return max(_factor_bytes(d) + _FACTORING, _renewal_bytes(n, slots[1], d, 0) + _RENEWING) <= shared_limit()
 
@@ -358,7 +363,7 @@ def _whole(n: int) -> int:
 def renew_slots(x: RenewalArguments) -> tuple[list[Any], Any, Any]:
     """Return the arrays of `Slots` of renew.cu after renewals, flags of sound moments, and of finite numbers.
 
-    Keys are of float32, and numbers of queries rise in equal steps. See `renews`.
+    Keys are of float32, and numbers of queries rise in equal steps. See `can_renew`.
     """
     xp, turns, (b, rows, d), D = namespace(), len(x.queries), x.keys.shape, x.values.shape[2]
     K, V, leaving, R, single = with_rows(x.keys), with_rows(x.values), rows // turns, x.R, np.float32

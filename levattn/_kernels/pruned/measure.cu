@@ -15,18 +15,20 @@ constexpr int AT_ONCE = 4;   // rows that a thread reads before it adds them
 }  // namespace
 
 // Write to `sums` (chunks b, d) the sums over the rows of each chunk of X (b, g, n, d), whose first three steps are given
-// in numbers. The n rows are cut into chunks of `length`; those of all g heads belong together. A block has 32 columns of
-// a chunk of a sequence, and the grid is (chunks b, 32 columns). The order of the sums depends on g and `length` alone.
+// in numbers. The n rows are cut into chunks of `length`; those of all g heads belong together. A block has 32 columns and
+// `most` rows of a chunk of a sequence. There are sums for each of the parts: `sums` (parts, chunks b, d). The grid is
+// (chunks b, 32 columns, parts). The order of the sums depends on g and `length` alone.
 template <typename Key>
 __global__ void __launch_bounds__(ADDING)
     sum_rows(const Key *X, long long item_step, long long head_step, long long row_step, int b, int g, int length, int d,
-             double *sums) {
+             int most, double *sums) {
     __shared__ double parts[ADDING / 32][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 32 * blockIdx.y + lane, rows = g * length;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = 32 * blockIdx.y + lane;
+    const int begin = blockIdx.z * most, rows = min(g * length, begin + most);
     const int chunk = blockIdx.x / b, sequence = blockIdx.x % b;
     const Key *const from = X + sequence * item_step + (long long)chunk * length * row_step + column;
     double sum = 0;
-    for (int low = warp; low < rows; low += AT_ONCE * (ADDING / 32)) {
+    for (int low = begin + warp; low < rows; low += AT_ONCE * (ADDING / 32)) {
         double read[AT_ONCE];
 #pragma unroll
         for (int u = 0; u < AT_ONCE; ++u) {
@@ -41,14 +43,14 @@ __global__ void __launch_bounds__(ADDING)
     __syncthreads();
     if (warp || column >= d) return;
     for (int k = 1; k < ADDING / 32; ++k) sum += parts[k][lane];
-    sums[(long long)blockIdx.x * d + column] = sum;
+    sums[((long long)blockIdx.z * gridDim.x + blockIdx.x) * d + column] = sum;
 }
 
-// Replace `sums` (chunks, size) of chunks by those up to and with each chunk, after the sums `before` (size,).
+// Replace `sums` (chunks, size) of chunks by those up to and with each chunk, after the sums `before` (size,) or zeros.
 __global__ void __launch_bounds__(ADDING) add_chunks(double *sums, const double *before, int chunks, long long size) {
     const long long i = (long long)blockIdx.x * ADDING + threadIdx.x;
     if (i >= size) return;
-    double sum = before[i];
+    double sum = before ? before[i] : 0;
     for (int chunk = 0; chunk < chunks; ++chunk) sums[chunk * size + i] = sum = sum + sums[chunk * size + i];
 }
 

@@ -93,13 +93,13 @@ def renews(keys: Any, values: Any, slots: tuple[int, int], leaving: int) -> bool
     """Tell whether one kernel renews slots with `leaving` keys each time, also in turn."""
     if keys.dtype != torch.float32 or values.dtype != torch.float32 or not is_read_there([keys, values]):
         return False
-    return cuda.renews(keys.shape[2], values.shape[2], slots, leaving)
+    return cuda.can_renew(keys.shape[2], values.shape[2], slots, leaving)
 
 
 def renewed(x: RenewalArguments, _: dict[str, Any] | None = None) -> Any:
     """Return slots after renewals and flags of faults, or None; see `PrunedKernels`."""
-    slots = x.size + x.sinks + x.kept.shape[1], max(x.R, 0 if x.summaries is None else x.summaries.weight.shape[1])
-    if not renews(x.keys, x.values, slots, x.keys.shape[1] // len(x.queries)):
+    before = 0 if x.summaries is None else x.summaries.weight.shape[1]
+    if not renews(x.keys, x.values, (x.kept.shape[1], max(x.R, before)), x.keys.shape[1] // len(x.queries)):
         return None
     given: list[Any] = []
     mapped(x, given.append)
@@ -469,8 +469,10 @@ def _by_device(name: str, *given: Any) -> tuple[Any, Any]:
 
 
 def is_read_there(tensors: list[Any]) -> bool:
-    """Tell whether kernels of a device read tensors, of which there is no gradient."""
-    return all(map(_on_device, tensors)) and not (torch.is_grad_enabled() and any(X.requires_grad for X in tensors))
+    """Tell whether kernels of a device read tensors, of which there is no gradient and no tangent."""
+    if not all(map(_on_device, tensors)) or has_tangent(tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(X.requires_grad for X in tensors))
 
 
 def _on_device(X: Any) -> bool:

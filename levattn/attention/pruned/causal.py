@@ -553,12 +553,14 @@ def _run_in_turn(
     )
     each = _renewed_at_once(walk.rule, part, followed * length, of_queries, room, walk.goes_on, checks, in_turn=True)
     if each is None:
+        pieces: list[Any] = []
         for i in range(count):
             here, last_one = slice(i * length, (i + 1) * length), last and i == count - 1
             own = [None if array is None else array[:, here.start : here.stop + near, ...] for array in rows]
             to = None if into is None else into[:, :, here, :]
-            _, before = _run(walk, before, q[:, :, here, :], own, 1, last_one, checks, room, to)
-        return (into,), before
+            piece, before = _run(walk, before, q[:, :, here, :], own, 1, last_one, checks, room, to)
+            pieces.extend(piece)
+        return (into if into is not None or walk.silent else namespace_of(q).concat(pieces, axis=2),), before
     names = "kept", "kept_values", "kept_places", "summaries", "radius"
     Y = None
     if not walk.silent:

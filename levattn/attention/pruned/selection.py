@@ -529,7 +529,8 @@ class Checks:
 
     def expect(self, holds: Any, message: str, kind: type[ValueError] = NonFiniteError) -> None:
         """Raise an error with a message, now or in `settle`, unless all flags `holds` are true."""
-        if is_torch(holds) or on_cuda(holds):
+        if is_torch(holds) or on_cuda(holds):  # few flags wait, however many selections there are
+            holds = holds if holds.ndim < 2 else namespace_of(holds).all(holds)
             self._waiting.append((holds, message, kind))
         elif not bool(namespace_of(holds).all(holds)):
             raise kind(message)
