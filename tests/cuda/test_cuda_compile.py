@@ -28,6 +28,7 @@ ALL_RELEASES = tuple((version, card) for version in ("12.0", "12.4", "12.9", "13
 # A release that spills more easily than the newest one, and the card on which it ran: it compiles types that vary one
 # parameter of a kernel at a time, and thoroughly all
 WITHOUT_SPILLS = ("13.0", 90)
+UNUSED = "--diag-suppress=177"  # no warnings of functions that other types call
 MOST_STACK = 512  # bytes of a thread: a counter of blocks fits, a tile that missed the registers does not
 
 SOURCES = sorted(path.stem for path in FOLDER.rglob("*.cu"))
@@ -82,8 +83,7 @@ def known_faults(source: str) -> set[str]:
 @pytest.mark.parametrize("source", sorted(KERNELS))
 def test_the_newest_release_compiles_each_kernel_without_spills(nvrtc: Any, source: str) -> None:
     code, names = cuda_source.text(f"{source}.cu"), one_of_each(source, -1)
-    unused = "--diag-suppress=177"  # functions that other types call
-    found = {fault for card in ARCHITECTURES for fault in faults_of(nvrtc, code, names, card, unused)}
+    found = {fault for card in ARCHITECTURES for fault in faults_of(nvrtc, code, names, card, UNUSED)}
     assert found <= known_faults(source)
 
 
@@ -114,7 +114,7 @@ def varied(source: str) -> tuple[str, ...]:
 def test_an_older_release_compiles_without_spills(nvrtc: Any, source: str, names_of: Any) -> None:
     version, card = WITHOUT_SPILLS
     names = names_of(source)
-    found = list(faults_of(nvrtc_library.release(version), cuda_source.text(f"{source}.cu"), names, card))
+    found = list(faults_of(nvrtc_library.release(version), cuda_source.text(f"{source}.cu"), names, card, UNUSED))
     assert found == []
 
 
