@@ -21,7 +21,8 @@ from typing import Any
 
 from _gpu import CUDNN, DEFAULT, FLASH, Bench, Calls, attended, dense, forward_and_backward, has
 
-from levattn._kernels.pruned.torch import attended_slots, attended_token
+from levattn._kernels.pruned.fused import attended_slots
+from levattn._kernels.pruned.torch import attended_token
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 
 SIZES = (4096, 16384, 65536, 131072)

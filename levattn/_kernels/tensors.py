@@ -124,6 +124,20 @@ def is_on_device(tensor: Any) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
 
 
+def lies_there(X: Any) -> bool:
+    """Tell whether kernels of a device read a tensor."""
+    if X.device.type != "cuda" or not has_own_memory(X) or not has_kernels(X):
+        return False
+    return not is_transformed(X) and not torch.compiler.is_compiling()
+
+
+def is_read_there(tensors: list[Any]) -> bool:
+    """Tell whether kernels of a device read tensors, of which there is no gradient and no tangent."""
+    if not all(map(lies_there, tensors)) or has_tangent(tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(X.requires_grad for X in tensors))
+
+
 def are_plain_on_device(tensors: Iterable[Any]) -> bool:
     """Tell whether tensors are plain numbers on a CUDA device without a gradient, of any format and layout.
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from emulator import in_orders
-from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, PrunedArguments
-from levattn._kernels.pruned import cuda as pruned_cuda
+from levattn._kernels.pruned import JITTER, SPREAD_ROUNDING, PrunedArguments, cuda_near, cuda_renewal
 from levattn.attention import Selection, pruned_attention
 from libraries import HAS_TORCH
 from mixtures import as_wide, mixture, of_torch
@@ -23,7 +22,7 @@ if not HAS_TORCH:
 
 import torch
 
-from levattn._kernels.pruned import torch as fused_kernels
+from levattn._kernels.pruned import fused as fused_kernels
 
 DTYPES = ["float32", "bfloat16", "float16"]
 # of outputs: a few roundings of weights
@@ -69,7 +68,7 @@ def read_by_kernel(x: PrunedArguments, *, narrow: bool) -> tuple[tuple[Any, ...]
     members = words(x.role), words(x.log_weight)
 
     def called(*rows: Any) -> tuple[Any, ...]:
-        mass, gone, change = pruned_cuda.attend_near(words(q), rows, (first, last), members, slots, sums, scale)
+        mass, gone, change = cuda_near.attend_near(words(q), rows, (first, last), members, slots, sums, scale)
         return mass, np.zeros_like(mass) if gone is None else gone, change
 
     found = in_orders(called, *rows)
@@ -109,11 +108,11 @@ def test_tensors_take_the_kernels(
     selection = Selection(60, window=4, **options)
     launched: list[str] = []
     told: list[bool] = []  # whether torch told the logarithms of sums
-    joined = pruned_cuda.join_near
-    monkeypatch.setattr(pruned_cuda, "join_near", lambda *x: told.append(x[1] is not None) or joined(*x))
+    joined = cuda_near.join_near
+    monkeypatch.setattr(cuda_near, "join_near", lambda *x: told.append(x[1] is not None) or joined(*x))
     for name in ("attend_near", "join_near"):
-        real = getattr(pruned_cuda, name)
-        monkeypatch.setattr(pruned_cuda, name, lambda *x, real=real, name=name: launched.append(name) or real(*x))
+        real = getattr(cuda_near, name)
+        monkeypatch.setattr(cuda_near, name, lambda *x, real=real, name=name: launched.append(name) or real(*x))
     found = pruned_attention(*(there.CudaTensor(X, 1) for X in (Q, K, V)), selection)
     assert launched == ["attend_near", "join_near"]
     assert told == [options["summaries"] == 0]
@@ -155,11 +154,11 @@ def test_slots_with_columns_are_those_of_torch(
     sums = None if x.summaries is None else words(fused_kernels._side_by_side(x.summaries, torch.float32))
     for kept_kind in {torch.float32, kind}:
         kept = tuple(map(words, (x.kept_keys.to(kept_kind), x.kept_values.to(kept_kind), x.kept_count)))
-        slots = in_orders(pruned_cuda.write_slots, kept, sums, scale, width, words(q).dtype)
+        slots = in_orders(cuda_near.write_slots, kept, sums, scale, width, words(q).dtype)
         for found, expected in zip(slots[:2], given[1:], strict=True):
             np.testing.assert_array_equal(found, words(expected[:, 0].contiguous()))
         np.testing.assert_array_equal(slots[2], weight)
-    rows = in_orders(pruned_cuda.widen_queries, words(q), words(masses), scale, width)
+    rows = in_orders(cuda_near.widen_queries, words(q), words(masses), scale, width)
     np.testing.assert_array_equal(rows.reshape(given[0].shape), words(given[0]))
 
 
@@ -193,7 +192,7 @@ def test_near_keys_join_slots(kind: str, D: int, wide: int, *, told: bool) -> No
         found[:, : D + 1], found[:, D + 1] = (M / (M + A))[:, None] * y, share
     change = (a - (C / A)[:, None] * c).astype(np.float32)
     near = np.log(A).astype(np.float32), None if told else (C / A).astype(np.float32), change
-    Y, rest = in_orders(lambda: pruned_cuda.join_near(found, np.log(M) if told else None, near))
+    Y, rest = in_orders(lambda: cuda_near.join_near(found, np.log(M) if told else None, near))
     whole = (M[:, None] * y + A[:, None] * a - C[:, None] * c) / (M + A - C)[:, None]
     assert Y.dtype == dtype
     room = 30 * float(np.finfo(dtype).eps)
@@ -213,7 +212,7 @@ def test_moments_of_queries_are_factored(d: int, dtype: str) -> None:
     with np.errstate(invalid="ignore"):
         second = Q.transpose(0, 2, 1) @ Q
     sums = Q.sum(1), second, K.sum(1)
-    root, query, origin, sound = in_orders(lambda: pruned_cuda.factor_queries(*sums, (400, 50), np.dtype(dtype)))
+    root, query, origin, sound = in_orders(lambda: cuda_renewal.factor_queries(*sums, (400, 50), np.dtype(dtype)))
     room = 50 * d * float(np.finfo(dtype).eps)
     assert sound.tolist() == [[True, True, False], [True, True, True]]
     assert root.dtype == query.dtype == np.dtype(dtype)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from emulator import in_orders
-from levattn._kernels.pruned import RenewalArguments, Summaries, cpu
-from levattn._kernels.pruned import cuda as pruned_cuda
+from levattn._kernels.pruned import RenewalArguments, Summaries, cpu, cuda_renewal
 from levattn.attention import Selection, causal_pruned_attention
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH
@@ -93,7 +92,7 @@ def renewal(
 
 def renewed_there(x: RenewalArguments) -> tuple[Any, ...]:
     """What the kernel of a device writes, absent arrays as zeros."""
-    new, sound, finite = pruned_cuda.renew_slots(x)
+    new, sound, finite = cuda_renewal.renew_slots(x)
     assert sound.all()
     assert finite.all()
     return tuple(np.zeros(0) if array is None else array for array in new)
@@ -132,8 +131,8 @@ def test_slots_are_those_of_main_memory(shape: dict[str, Any]) -> None:
 def test_rows_beyond_shared_memory_are_read_elsewhere(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = renewal()
     n = 5 + 8 + 11
-    fixed = pruned_cuda._RENEWING + pruned_cuda._renewal_bytes(n, x.R, 6, rows)
-    monkeypatch.setattr(pruned_cuda, "shared_limit", lambda: fixed)
+    fixed = cuda_renewal._RENEWING + cuda_renewal._renewal_bytes(n, x.R, 6, rows)
+    monkeypatch.setattr(cuda_renewal, "shared_limit", lambda: fixed)
     check(x)
 
 
@@ -177,7 +176,7 @@ def test_faults_are_flagged_and_nothing_is_written_elsewhere(fault: str) -> None
         second[3] = -second[3]
     else:
         second[3, 0, 0] = np.inf
-    _, sound, finite = pruned_cuda.renew_slots(replace(x, keys=keys, second=second))
+    _, sound, finite = cuda_renewal.renew_slots(replace(x, keys=keys, second=second))
     flags = np.stack([*sound, finite]).reshape(3, 3, 2)  # the kind, the renewal, the sequence
     assert flags[:, 0].all()
     assert flags[..., 0].all()
@@ -194,7 +193,7 @@ def test_sums_of_rows_are_those_of_each_chunk(shape: tuple[int, ...], dtype: str
     b, g, n, d, chunks = shape
     X = np.random.default_rng(n).integers(-9, 10, (b, g, n, d + 2)).astype(np.float32)
     given = (X.view(np.uint32) >> 16).astype(np.uint16) if dtype == "uint16" else X.astype(dtype)
-    sums = in_orders(pruned_cuda.row_sums, given[..., 1:-1], chunks)
+    sums = in_orders(cuda_renewal.row_sums, given[..., 1:-1], chunks)
     parts = X[..., 1:-1].astype(np.float64).reshape(b, g, chunks, n // chunks, d)
     np.testing.assert_array_equal(sums, parts.sum((1, 3)).transpose(1, 0, 2).reshape(chunks * b, d))
 
@@ -203,7 +202,7 @@ def test_sums_of_rows_are_those_of_each_chunk(shape: tuple[int, ...], dtype: str
 def test_sums_run_on_from_chunk_to_chunk() -> None:
     sums, before = np.random.default_rng(0).standard_normal((5, 2, 7, 7)), np.ones((2, 7, 7))
     expected = cpu.definition.running(sums.copy(), before)
-    np.testing.assert_array_equal(in_orders(lambda: pruned_cuda.running(sums.copy(), before)), expected)
+    np.testing.assert_array_equal(in_orders(lambda: cuda_renewal.running(sums.copy(), before)), expected)
 
 
 def drawn(b: int, g: int, T: int, d: int = 24, D: int = 16) -> tuple[Any, ...]:
@@ -277,7 +276,7 @@ def test_renewals_that_are_refused_take_steps(refuses: str, tensors: Any, monkey
     given = drawn(1, 2, 280)
     exact = causal_pruned_attention(*given, 64)
     if refuses == "all":
-        monkeypatch.setattr(pruned_cuda, "can_renew", lambda *_: False)
+        monkeypatch.setattr(cuda_renewal, "can_renew", lambda *_: False)
     else:
         monkeypatch.setattr(fused_kernels, "renewed", lambda *_: None)
     found = causal_pruned_attention(*(there.CudaTensor(X, 1) for X in given), 64)
@@ -301,7 +300,7 @@ def test_one_block_renews_what_takes_it_no_longer_than_launches(
     d: int, D: int, slots: tuple[int, int], leaving: int, fits: bool
 ) -> None:
     """Many columns, clusters or comparisons of scores go in steps."""
-    assert pruned_cuda.can_renew(d, D, slots, leaving) == fits
+    assert cuda_renewal.can_renew(d, D, slots, leaving) == fits
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -50,7 +50,7 @@ VECTOR_CODE = (
     *("_kernels.jit", "_kernels.cache", "_kernels.llvm", "_kernels.scratch"),
     *("_kernels.*.compiled", "_kernels.*.simd"),
 )
-TENSORS = ("_kernels.tensors", "_kernels.*.torch")
+TENSORS = ("_kernels.tensors", "_kernels.*.torch", "_kernels.*.fused")
 COMPILERS = (*VECTOR_CODE, "_kernels.parts")
 HOMES = {
     "accelerate": ("integrations.transformers.compression.files",),

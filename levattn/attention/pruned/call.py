@@ -191,7 +191,8 @@ def _stays_narrow(tensors: list[Any]) -> bool:
     """Tell whether kernels of a device read tensors of one format of 16 bits, of which there is no gradient."""
     if len({X.dtype for X in tensors}) > 1 or tensors[0].dtype.itemsize != 2 or tensors[0].device.type == "cpu":
         return False
-    from levattn._kernels.pruned.torch import is_fused, is_read_there
+    from levattn._kernels.pruned.fused import is_fused
+    from levattn._kernels.tensors import is_read_there
 
     return is_fused(*tensors) and is_read_there(tensors)
 

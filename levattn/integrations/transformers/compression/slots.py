@@ -16,7 +16,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
-from levattn._kernels.pruned.torch import SCALES, attended_slots, attended_token
+from levattn._kernels.pruned.fused import SCALES, attended_slots
+from levattn._kernels.pruned.torch import attended_token
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
