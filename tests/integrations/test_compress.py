@@ -1,7 +1,4 @@
-"""Compressed contexts of tiny decoders: against dense caches, against attention written out, forks, batches, files.
-
-Inside: what layers ask of a mask once is asked here as they do.
-"""
+"""Compressed contexts of tiny decoders: against dense caches, against attention written out, forks, batches, files."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ from levattn.integrations.transformers import (  # noqa: E402
     head_profile,
     prune,
 )
-from levattn.integrations.transformers.calls import once_a_step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,30 +137,6 @@ def test_the_mask_of_a_step_is_looked_at_once_for_all_layers() -> None:
             model(question(2)[:, :1], attention_mask=whole, **{CACHE: cache})
         counts.append(looks.count)
     assert 0 < counts[0] == counts[1]
-
-
-def test_what_was_found_of_a_mask_is_found_again_where_it_changed() -> None:
-    asked: list[str] = []
-
-    def found(mask: Any, key: str, rows: int = 1) -> Any:
-        return once_a_step(mask, rows, key, lambda: asked.append(key) or bool(mask.all()))
-
-    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
-    assert [found(mask, "a"), found(mask, "a"), found(mask, "b"), found(mask, "a")] == [True] * 4
-    assert asked == ["a", "b"]
-    mask[0, 0, 0, 3] = False
-    assert not found(mask, "a")
-    assert found(torch.ones_like(mask), "a")
-    assert not found(mask, "a")
-    assert asked == ["a", "b", "a", "a", "a"]
-    with torch.inference_mode():
-        other = torch.ones(2, 1, 1, 9, dtype=torch.bool)
-        assert found(other, "c")
-        other[0, 0, 0, 0] = False
-        assert not found(other, "c")  # its changes are not counted
-    assert not found(mask, "d", rows=2)
-    mask[:] = True
-    assert found(mask, "d", rows=2)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, CompressedCache.copy])

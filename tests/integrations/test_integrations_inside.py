@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import CompressedCache, HeadProfile, compress, prune, remove  # noqa: E402
-from levattn.integrations.transformers.calls import padding_and_kind  # noqa: E402
+from levattn.integrations.transformers.calls import once_a_step, padding_and_kind  # noqa: E402
 from levattn.integrations.transformers.comparison import FIGURES  # noqa: E402
 from levattn.integrations.transformers.compression import compress as compression  # noqa: E402
 from levattn.integrations.transformers.compression import observed as rules  # noqa: E402
@@ -671,3 +671,27 @@ def test_profiles_of_the_folder_go_before_those_of_the_library(
     assert HeadProfile.find(model, tmp_path)[0, 0] == 3.0
     (tmp_path / "mine.json").unlink()
     assert HeadProfile.find(model, tmp_path)[0, 0] == 7.0
+
+
+def test_what_was_found_of_a_mask_is_found_again_where_it_changed() -> None:
+    asked: list[str] = []
+
+    def found(mask: Any, key: str, rows: int = 1) -> Any:
+        return once_a_step(mask, rows, key, lambda: asked.append(key) or bool(mask.all()))
+
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    assert [found(mask, "a"), found(mask, "a"), found(mask, "b"), found(mask, "a")] == [True] * 4
+    assert asked == ["a", "b"]
+    mask[0, 0, 0, 3] = False
+    assert not found(mask, "a")
+    assert found(torch.ones_like(mask), "a")
+    assert not found(mask, "a")
+    assert asked == ["a", "b", "a", "a", "a"]
+    with torch.inference_mode():
+        other = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+        assert found(other, "c")
+        other[0, 0, 0, 0] = False
+        assert not found(other, "c")  # its changes are not counted
+    assert not found(mask, "d", rows=2)
+    mask[:] = True
+    assert found(mask, "d", rows=2)
