@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from time import perf_counter
@@ -174,10 +173,10 @@ def seen_by(mask: Any, keys: int) -> Any:
 
 
 class _LastMask(threading.local):
-    """The mask of the last step that a thread read, its version, and answers of `once_a_step`."""
+    """The mask of the last step that a thread read, which memory it had then, and answers of `once_a_step`."""
 
-    mask: Any = None  # a weak reference
-    version = -1
+    mask: Any = None  # held, so that no other mask takes its memory
+    place: Any = None
     found: dict[Any, Any] | None = None
 
 
@@ -187,16 +186,17 @@ _LAST = _LastMask()
 def once_a_step(mask: Any, rows: int, key: Any, find: Callable[[], Any]) -> Any:
     """Return the result of `find`, which is called once for all layers of a model that are given the mask of a step.
 
-    To look at a mask waits for a device. A step has one row. `key`: all other things on which the result depends.
+    To look at a mask waits for a device. A step has one row. Layers may be given views of one mask, as in some
+    releases of transformers. `key`: all other things on which the result depends.
     """
     if rows != 1 or not isinstance(mask, torch.Tensor) or mask.is_inference():  # which has no version
         return find()
-    if _LAST.mask is None or _LAST.mask() is not mask or _LAST.version != mask._version:
-        _LAST.mask, _LAST.version, _LAST.found = weakref.ref(mask), mask._version, {}
-    found = _LAST.found or {}
+    place = mask.data_ptr(), tuple(mask.shape), mask.stride(), mask.dtype, mask.device, mask._version
+    if _LAST.found is None or place != _LAST.place:
+        _LAST.mask, _LAST.place, _LAST.found = mask, place, {}
+    found = _LAST.found
     if key not in found:
         found[key] = find()
-    _LAST.found = found
     return found[key]
 
 
