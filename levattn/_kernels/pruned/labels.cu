@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(ADDING)
 //
 // A block has a label and some columns of the keys or the values of one matrix. The grid is (b * R, tiles of keys and values).
 template <typename Real, int COLUMNS>
-__global__ void __launch_bounds__(ADDING)
+__global__ void __launch_bounds__(ADDING, 3)
     merge_members(const Real *K, long long key_item, long long key_row, const Real *V, long long value_item,
                   long long value_row, const Real *weight, const int *labels, const Real *along, const Real *levels,
                   double most, int n, int d, int D, int R, Real *summed, long long *role, Real *tilts) {

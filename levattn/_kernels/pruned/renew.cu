@@ -83,7 +83,7 @@ __device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; 
 template <int COLUMNS>
 __device__ bool place_items(const Items &items, const Room &room, int n, const float *root, const float *query,
                             const float *origin) {
-    constexpr int ROWS = COLUMNS > 4 ? PLACED / 2 : PLACED;
+    constexpr int ROWS = COLUMNS > 2 ? PLACED / 2 : PLACED;
     const int lane = threadIdx.x % 32, d = room.d;
     bool sound = true;
     for (int low = threadIdx.x / 32 * ROWS; low < n; low += blockDim.x / 32 * ROWS) {
