@@ -1,5 +1,6 @@
 // Scores of rows by their places, and the rows with the largest scores, in their order.
 
+#include "finite.cuh"
 #include "warps.cuh"
 
 namespace {
@@ -13,8 +14,6 @@ constexpr int WARPS = CHOOSING / 32;
 
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
-__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-__device__ inline bool is_finite(double x) { return fabs(x) <= 1.7976931348623157e308; }
 
 // Words that rise with numbers: no number has the least, and infinity counts as the largest number.
 __device__ inline unsigned int word_of(float x) {

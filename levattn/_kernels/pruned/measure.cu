@@ -1,5 +1,6 @@
 // The measure of differences of keys by the moments of queries: sums, also of chunks, a factor of the moments, and the means.
 
+#include "finite.cuh"
 #include "formats.cuh"
 #include "shared.cuh"
 
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int i = warp; i < d; i += WARPS)
         for (int j = lane; j < d; j += 32) {
             const double x = from[(long long)i * d + j] / count, y = x - mean[i] * mean[j];
-            if (!(fabs(y) <= 1.7976931348623157e308)) infinite = 1;
+            if (!is_finite(y)) infinite = 1;
             if (i == j) square += x, spread += y;
             if (j <= i) A[i * pitch + j] = y;
         }

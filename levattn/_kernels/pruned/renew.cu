@@ -4,6 +4,7 @@
 // the keys that were kept, and the keys that are no longer recent, in this order. As many of their places as fit lie in
 // shared memory, in rows; the others in main memory of the device.
 
+#include "finite.cuh"
 #include "shared.cuh"
 #include "warps.cuh"
 
@@ -50,17 +51,18 @@ struct Items {
 };
 
 // Memory of a block for n items. `far`: (n,) numbers in double precision, where `squares` and `least` lie. Rows have `deep`
-// numbers, which are d and zeros.
+// numbers, which are d and zeros. `outside` has the rows of all sequences that are not `resident`.
 struct Room {
     float *inside, *outside, *squares, *least, *along, *scores, *mean;
     double *far;
     int *labels, *flags, *order, *starts;
     int resident, pitch, deep, d;
 
-    __device__ Room(unsigned char *memory, float *outside, int resident, int n, int R, int d)
-        : outside(outside), resident(resident), pitch((d + PACK - 1) / PACK * PACK + LANES),
-          deep((d + PACK - 1) / PACK * PACK), d(d) {
-        const int wide = (n + 7) / 8 * 8;
+    __device__ Room(unsigned char *memory, float *outside, long long sequence, int resident, int n, int R, int d)
+        : resident(resident), d(d) {
+        const int wide = (n + PLACED - 1) / PLACED * PLACED;
+        deep = (d + PACK - 1) / PACK * PACK, pitch = deep + LANES;
+        this->outside = outside + sequence * max(wide - resident, 0) * deep;
         far = (double *)memory;
         squares = (float *)memory, least = squares + wide, along = least + wide, scores = along + wide;
         inside = scores + wide, mean = inside + (long long)resident * pitch;
@@ -75,8 +77,6 @@ struct Room {
 struct alignas(16) Pack {
     float of[PACK];
 };
-
-__device__ inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 
 // Write the places (x - origin) root of all items, their squared lengths, and log masses for each unit of weight at the
 // query. Return whether those of this thread are finite.
@@ -405,8 +405,7 @@ __global__ void __launch_bounds__(COLUMNS > 4 ? THREADS / 2 : THREADS, 1)
                 double *new_radius, int size, int R, bool *finite) {
     DYNAMIC_SHARED(memory);
     const int sequence = blockIdx.x, n = before + s + leaving, warp = threadIdx.x / 32;
-    const Room room(memory, outside + (long long)sequence * max((n + 7) / 8 * 8 - resident, 0) * ((d + PACK - 1) / PACK * PACK),
-                    resident, n, R, d);
+    const Room room(memory, outside, sequence, resident, n, R, d);
     const Slots given{kept,         kept_values,  kept_places, held, held_values, held_weights,
                       held_offsets, held_counts, held_radius, s,    before};
     const Slots made{new_kept,    new_values, new_places, new_sums, new_value_sums, new_weights,

@@ -1,5 +1,6 @@
 // What a pass over the keys tells of their columns and rows.
 
+#include "finite.cuh"
 #include "keys.cuh"
 
 namespace {
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) find_nonfinite(KEY_PARAMETERS, long l
     bool bad = false;
     for (int column = lane; column < d; column += 32) {
         const double x = reader.template read<double>(item, row, column);
-        bad = bad || !(fabs(x) <= 1.7976931348623157e308);
+        bad = bad || !is_finite(x);
     }
     const bool any = __any_sync(0xffffffffu, bad);
     if (lane == 0) out[row] = any;
