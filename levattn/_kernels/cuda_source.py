@@ -133,6 +133,9 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("multiply_runs", "multiply_rows"), _MULTIPLIED_LATENTS),
         "add_slices": tuple((key,) for key in _KEYS if key != "double"),
     },
+    "latent_half": dict.fromkeys(
+        ("half_runs", "half_rows"), tuple((key, *types) for key in ("Half", "Bfloat") for types in _MULTIPLIED_LATENTS)
+    ),
     "latent_back": {
         **dict.fromkeys(("finish_rows", "raise_logits"), _ONE_REAL),
         "trace_runs": _TILES,

@@ -308,31 +308,71 @@ def widened(array: Any) -> Any:
     return (array.astype(np.uint32) << 16).view(np.float32)
 
 
-def same_in_single_precision(x: LatentArguments, kind: str, layout: Any = np.copy) -> None:
-    """Numbers of 16 bits give the bits that the same ones give in single precision, rounded once."""
-    stored = {name: layout(rounded(getattr(x, name), kind)) for name in PARTS[:3]}
-    halves = replace(x, **stored)
-    wide = replace(x, **{name: widened(array) for name, array in stored.items()})
-    Y = in_orders(forward, halves)
-    assert Y.dtype == stored["V"].dtype
-    np.testing.assert_array_equal(widened(Y), widened(rounded(forward(wide), kind)))
-    assert_same(*(summary(each.K, each.V, each.mask, each.offsets) for each in (halves, wide)))
-
-
 HALVES = ("float16", "bfloat16")
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of rounding
+# E, w, A and S are rounded, the sum of E as its terms, and then the row; and float16 has few small numbers
+ROUNDINGS = 6
+
+
+def in_16_bits(x: LatentArguments, stored: str, layout: Any = np.copy) -> tuple[LatentArguments, LatentArguments]:
+    """The arguments with logits and values in 16 bits, and the same numbers in float64."""
+    parts = {name: layout(rounded(getattr(x, name), stored)) for name in PARTS[:3]}
+    wide = {name: widened(array) for name, array in parts.items()}
+    return replace(x, **parts), in_float64(replace(x, **wide))
+
+
+def check_16_bits(x: LatentArguments, stored: str, *, layout: Any = np.copy, run: Any = once) -> None:
+    """Compare rows and states of 16 bits with the definitions, by the roundings of each weight."""
+    halves, exact = in_16_bits(x, stored, layout)
+    Y, expected = run(forward, halves), definition.forward(exact)
+    assert Y.dtype == halves.V.dtype
+    largest = np.abs(exact.V).max(initial=1 if x.state is None else 4)
+    if x.gate is not None:
+        largest = max(largest, np.abs(x.gate_value).max())
+    np.testing.assert_allclose(widened(Y), expected, rtol=0, atol=ROUNDINGS * UNIT[stored] * largest)
+    found = summary(halves.K, halves.V, halves.mask, halves.offsets)
+    for part, other in zip(found, definition.summary(exact.K, exact.V, exact.mask, exact.offsets), strict=True):
+        scale = np.abs(other, where=np.isfinite(other), out=np.zeros_like(other)).max(initial=1)
+        np.testing.assert_allclose(part, other, rtol=0, atol=2e-5 * largest * scale)
+
+
+@pytest.fixture
+def whole_runs(monkeypatch: pytest.MonkeyPatch, short_runs: None) -> None:
+    """Runs as long as they are, which have several chunks."""
+    monkeypatch.undo()
+    emulator.on_host(monkeypatch)
+
+
+def longer(options: dict[str, Any]) -> dict[str, Any]:
+    """Options for four times as many positions."""
+    numbers = {name: options[name] * 4 for name in ("U", "ahead") if name in options}
+    bounds = {"offsets": [4 * bound for bound in options["offsets"]]} if "offsets" in options else {}
+    return options | numbers | bounds
 
 
 @pytest.mark.parametrize("stored", HALVES)
-@pytest.mark.parametrize("kind", ["causal", "far behind", "ahead", "sequences", "everywhere, sequences"])
-def test_numbers_of_16_bits_are_those_of_single_precision(kind: str, stored: str) -> None:
-    x = mixture(40, (2, 55, 6, 4), dtype="float32", **KINDS[kind])
+@pytest.mark.parametrize("scale", [1, 30, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_16_bits_are_those_of_the_definitions(kind: str, scale: float, stored: str) -> None:
+    x = mixture(40, (2, 55, 6, 4), dtype="float32", scale=scale, **KINDS[kind])
     x.K[0, :9, 2] = x.K[1, 11] = -np.inf
-    same_in_single_precision(x, stored)
+    check_16_bits(x, stored, run=in_orders if scale == 30 else once)
+
+
+@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("scale", [1, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_16_bits_of_whole_runs(kind: str, scale: float, stored: str) -> None:
+    x = mixture(51, (1, 220, 6, 4), dtype="float32", scale=scale, **longer(KINDS[kind]))
+    x.K[0, :70, 2] = x.K[0, 11] = -np.inf
+    check_16_bits(x, stored, run=in_orders if scale == 30 else once)
 
 
 LAYOUTS: dict[str, Any] = {
     "rows an odd number apart": lambda x: np.pad(x, ((0, 0), (0, 0), (0, 1 + x.shape[2] % 2)))[:, :, : x.shape[2]],
-    "unaligned pairs": lambda x: np.pad(x, ((0, 0), (0, 0), (1, 1)))[:, :, 1:-1],
+    "unaligned": lambda x: np.pad(x, ((0, 0), (0, 0), (1, 1)))[:, :, 1:-1],
+    "in packs": lambda x: np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % 8)))[:, :, : x.shape[2]],
     "columns apart": np.asfortranarray,
 }
 
@@ -341,20 +381,97 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_numbers_of_16_bits_lie_anywhere(layout: str, stored: str) -> None:
     x = mixture(41, (2, 21, 6, 4), dtype="float32", mask=True)
-    same_in_single_precision(x, stored, LAYOUTS[layout])
+    check_16_bits(x, stored, layout=LAYOUTS[layout], run=in_orders)
+    there, here = (in_16_bits(x, stored, kind)[0] for kind in (LAYOUTS[layout], np.copy))
+    np.testing.assert_array_equal(forward(there), forward(here))
 
 
 @pytest.mark.parametrize("stored", HALVES)
-@pytest.mark.parametrize(("L", "D"), [(1, 1), (7, 66), (40, 131), (130, 5)])
+@pytest.mark.parametrize(("L", "D"), [(1, 1), (7, 66), (33, 64), (40, 131), (64, 65), (65, 128), (100, 64), (130, 5)])
 def test_numbers_of_16_bits_of_any_size(L: int, D: int, stored: str) -> None:
-    same_in_single_precision(mixture(42, (1, 20, L, D), dtype="float32"), stored)
+    check_16_bits(mixture(42, (1, 80, L, D), dtype="float32", gate=True), stored, run=in_orders)
 
 
-@pytest.mark.parametrize("value", [2.0**120, np.inf, np.nan])
-def test_words_beyond_what_is_split(value: float) -> None:
-    x = mixture(43, (1, 40, 5, 4), dtype="float32")
-    x.V[0, 21, 1] = value
-    same_in_single_precision(x, "bfloat16")
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("growth", [0.5, 3, 11, 40, 1000])
+def test_logits_of_16_bits_that_grow_at_every_position(growth: float, stored: str) -> None:
+    """A part of a chunk ends before each logit that is much larger, so a chunk may have a part for each position."""
+    x = mixture(43, (1, 60, 20, 10), dtype="float32")
+    x.K[:] += (growth * np.arange(60, dtype=np.float32))[:, None]
+    x.K[0, :, 3] -= 2 * growth * np.arange(60, dtype=np.float32)
+    check_16_bits(x, stored, run=in_orders)
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_values_of_16_bits_are_given_back(causal: bool, stored: str) -> None:
+    x = mixture(44, (1, 300, 5, 2), scale=3, dtype="float32", causal=causal)
+    halves, exact = in_16_bits(replace(x, V=np.full_like(x.V, 3)), stored)
+    np.testing.assert_allclose(widened(forward(halves)), exact.V, rtol=3 * UNIT[stored])
+
+
+@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.parametrize("stored", HALVES)
+def test_positions_of_equal_weight_lose_no_digits(stored: str) -> None:
+    """Also once each is a small part of the sum."""
+    x = mixture(45, (1, 3000, 3, 2), dtype="float32")
+    x.K[:], x.V[:, :, 1] = 0.3, 1 / 3
+    check_16_bits(x, stored)
+    halves, exact = in_16_bits(x, stored)
+    means = np.cumsum(exact.V[0], axis=0) / np.arange(1, 3001)[:, None]
+    np.testing.assert_allclose(widened(forward(halves))[0], means, rtol=0, atol=4 * UNIT[stored])
+
+
+@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.parametrize("stored", HALVES)
+def test_what_comes_later_changes_no_bit_of_16(stored: str) -> None:
+    x, rng = mixture(46, (2, 290, 5, 3), dtype="float32", gate=True), np.random.default_rng(47)
+    whole = forward(in_16_bits(x, stored)[0])
+    for n in (1, 33, 100, 250):
+        for later in (0.0, 1e-30, 300, 1e8, np.inf, np.nan):
+            parts = {name: getattr(x, name).copy() for name in PARTS}
+            for part in parts.values():
+                part[:, n:] = later * rng.standard_normal(part[:, n:].shape)
+            with np.errstate(over="ignore"):
+                changed = in_16_bits(replace(x, **parts), stored)[0]
+            np.testing.assert_array_equal(forward(changed)[:, :n], whole[:, :n])
+        shorter = replace(x, offsets=np.array([0, n]), **{name: getattr(x, name)[:, :n] for name in PARTS})
+        np.testing.assert_array_equal(forward(in_16_bits(shorter, stored)[0]), whole[:, :n])
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("L", [5, 40, 100, 130])
+def test_a_row_of_16_bits_has_the_same_bits_in_any_batch(L: int, causal: bool, stored: str) -> None:
+    x = in_16_bits(mixture(48, (3, 70, L, 70), dtype="float32", causal=causal), stored)[0]
+    one = replace(x, Q=x.Q[1:2], K=x.K[1:2], V=x.V[1:2])
+    np.testing.assert_array_equal(forward(one), forward(x)[1:2])
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("value", [6e4, np.inf, -np.inf, np.nan])
+def test_values_of_16_bits_reach_the_rows_that_see_them_alone(value: float, causal: bool, stored: str) -> None:
+    x = mixture(49, (1, 90, 5, 4), dtype="float32", causal=causal)
+    x.K[0, 30] = -np.inf
+    before = widened(forward(in_16_bits(x, stored)[0]))
+    x.V[0, 21, 1], x.V[0, 30] = value, np.nan  # no latent sees the second one
+    Y = widened(forward(in_16_bits(x, stored)[0]))
+    seen = 21 * causal
+    np.testing.assert_array_equal(Y[0, :seen], before[0, :seen])
+    assert not (np.abs(Y[0, seen:, 1]) < (10 if value == 6e4 else 6e4)).any()
+    np.testing.assert_array_equal(Y[0, :, [0, 2, 3]], before[0, :, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("stored", HALVES)
+def test_logits_of_16_bits_that_are_not_finite_reach_the_rows_that_see_them(stored: str, number: float) -> None:
+    x = mixture(50, (5, 90, 3, 2), dtype="float32", gate=True)
+    before = widened(forward(in_16_bits(x, stored)[0]))
+    x.Q[0, 7, 1] = x.K[1, 19, 2] = x.K[2, 0, 0] = x.gate[4, 3] = number
+    expected = before.copy()
+    expected[0, 7] = expected[1, 19:] = expected[2] = expected[4, 3] = np.nan
+    np.testing.assert_array_equal(widened(forward(in_16_bits(x, stored)[0])), expected)
 
 
 # -- states ----------------------------------------------------------------------------

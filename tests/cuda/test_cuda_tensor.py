@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32) multiply_doubles(const double *A, const do
 
 __global__ void __launch_bounds__(32) narrow(const float *in, int n, unsigned int *words, float *out) {
     for (int i = threadIdx.x; i < n; i += 32) {
-        words[i] = pack_halves(in[i], -in[i]);
+        words[i] = pack(Half{}, in[i], -in[i]);
         out[i] = half_of(words[i], 0) - half_of(words[i], 1);
     }
 }

@@ -62,7 +62,7 @@ SHIM = Path(__file__).with_name("cuda_host.hpp")
 # Headers that no host compiler takes, and what stands in for them
 HEADERS = {
     cuda_source.text(f"{name}.cuh"): Path(__file__).with_name(f"{name}.hpp").read_text(encoding="utf-8")
-    for name in ("half", "narrow", "copies", "mma", "shared", "tf32")
+    for name in ("half", "narrow", "copies", "mma", "shared", "tf32", "approximate")
 }
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "emulator"
 CPU = Path("/proc/cpuinfo")

@@ -80,18 +80,31 @@ inline void multiply_add(double (&c)[4], const double (&a)[8], const double (&b)
     }
 }
 
-inline void load_transposed(unsigned int (&words)[4], const void *row) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+// Number k of word i of a lane, from the matrices whose rows the lanes name.
+template <typename Place>
+void load_words(unsigned int (&words)[4], const void *row, Place place) {
+    const int lane = threadIdx.x % 32;
     const unsigned char *(&rows)[32] = host::rows[threadIdx.x / 32];
     __syncwarp();
     rows[lane] = (const unsigned char *)row;
     __syncwarp();
     for (int i = 0; i < 4; ++i) {
         unsigned short pair[2];
-        for (int k = 0; k < 2; ++k) memcpy(pair + k, rows[8 * i + 2 * t + k] + 2 * g, 2);
+        for (int k = 0; k < 2; ++k) {
+            const auto [down, across] = place(lane / 4, 2 * (lane % 4) + k);
+            memcpy(pair + k, rows[8 * i + down] + 2 * across, 2);
+        }
         words[i] = pair[0] | (unsigned int)pair[1] << 16;
     }
     if ((size_t)row % 16) words[0] = words[1] = words[2] = words[3] = ~0u;
+}
+
+inline void load_transposed(unsigned int (&words)[4], const void *row) {
+    load_words(words, row, [](int g, int k) { return std::pair(k, g); });
+}
+
+inline void load_matrices(unsigned int (&words)[4], const void *row) {
+    load_words(words, row, [](int g, int k) { return std::pair(g, k); });
 }
 
 inline void copy_async(void *to, const void *from, int bytes) {
@@ -112,7 +125,7 @@ void wait_copies() {
     }
 }
 
-inline unsigned int half_bits(float x) {
+inline unsigned int bits_of(Half, float x) {
     const unsigned int bits = __float_as_uint(x), sign = bits >> 16 & 0x8000;
     const double size = fabs(x);
     if (!(size < 65520)) return sign | (size != size ? 0x7fff : 0x7c00);
@@ -121,6 +134,14 @@ inline unsigned int half_bits(float x) {
     return sign | (((unsigned int)(exponent + 14) << 10) + fraction);
 }
 
-inline unsigned int pack_halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline unsigned int bits_of(Bfloat, float x) {
+    const unsigned int bits = __float_as_uint(x);
+    return (x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000) >> 16;
+}
+
+template <typename Number>
+unsigned int pack(Number format, float low, float high) {
+    return bits_of(format, low) | bits_of(format, high) << 16;
+}
 
 inline float half_of(unsigned int word, int upper) { return widen(Half{(unsigned short)(upper ? word >> 16 : word)}); }

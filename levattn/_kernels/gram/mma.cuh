@@ -52,6 +52,14 @@ __device__ inline void load_transposed(unsigned int (&words)[4], const void *row
                  : "memory");
 }
 
+// The same matrices as they lie: word i of a lane has row g, columns 2t and 2t + 1 of matrix i.
+__device__ inline void load_matrices(unsigned int (&words)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"((unsigned int)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+
 // 16 bytes to shared memory, of which those after `bytes` are zero; both addresses are multiples of 16.
 __device__ inline void copy_async(void *to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -67,9 +75,15 @@ __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-__device__ inline unsigned int pack_halves(float low, float high) {
+__device__ inline unsigned int pack(Half, float low, float high) {
     unsigned int word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+__device__ inline unsigned int pack(Bfloat, float low, float high) {
+    unsigned int word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
 

@@ -76,7 +76,7 @@ __device__ unsigned int size_of(float x) { return __float_as_uint(x) & 0x7ffffff
 
 // The rests of two numbers, given their halves.
 __device__ unsigned int pack_rests(float low, float high, unsigned int halves) {
-    return pack_halves(low - half_of(halves, 0), high - half_of(halves, 1));
+    return pack(Half{}, low - half_of(halves, 0), high - half_of(halves, 1));
 }
 
 // The place of a row's 16 bytes in a tile of rows, so that what a warp takes at a time lies in different banks.
@@ -140,7 +140,7 @@ __device__ void split(const unsigned char *raw, unsigned char *halves, unsigned 
             const int place = place_of_words<WIDE>(first + 8 * i, low / 8 + quad / 2) + quad % 2 * 8;
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[i][k] *= raising(sizes[k]);
-            const uint2 high = {pack_halves(x[i][0], x[i][1]), pack_halves(x[i][2], x[i][3])};
+            const uint2 high = {pack(Half{}, x[i][0], x[i][1]), pack(Half{}, x[i][2], x[i][3])};
             *(uint2 *)(halves + place) = high;
             *(uint2 *)(rests + place) = {pack_rests(x[i][0], x[i][1], high.x), pack_rests(x[i][2], x[i][3], high.y)};
         }
@@ -354,10 +354,10 @@ __global__ void __launch_bounds__(32 * WARPS)
             const bool there = row + k < d && column < width && !(triangular && row + k > column);
             x[k] = there ? matrix[(long long)(row + k) * width + column] * raised[row + k] : 0;
         }
-        const unsigned int words = pack_halves((float)x[0], (float)x[1]);
+        const unsigned int words = pack(Half{}, (float)x[0], (float)x[1]);
         halves[at] = words;
         halves[FACTOR_WORDS<WIDE> + at] =
-            pack_halves((float)(x[0] - half_of(words, 0)), (float)(x[1] - half_of(words, 1)));
+            pack(Half{}, (float)(x[0] - half_of(words, 0)), (float)(x[1] - half_of(words, 1)));
     }
 }
 
@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(32 * SCORE_WARPS<Raw>, RESIDENT<Key, Raw>)
                         const float raised = raising(size[r]);
                         const float x = number_at(stored[r][q], 2 * i, Raw()) * scale.x * raised;
                         const float y = number_at(stored[r][q], 2 * i + 1, Raw()) * scale.y * raised;
-                        const unsigned int words = pack_halves(x, y);
+                        const unsigned int words = pack(Half{}, x, y);
                         a[0][m][q][i / 2][i % 2 * 2 + r] = words;
                         if (PARTS == 2) a[PARTS - 1][m][q][i / 2][i % 2 * 2 + r] = pack_rests(x, y, words);
                     }

@@ -199,7 +199,9 @@ _MULTIPLIERS = 128  # threads of a block
 _TILE = 64  # columns of a tile; a block has one tile or two
 _CHUNK = 16  # steps of a chunk
 _APART = 8  # numbers between lines
-_FORMATS = ("float", "Half", "Bfloat")  # of positions
+
+# As in latent_half.cu, which has the same blocks
+_HALF_CHUNK = 64
 _PAIRS = 2 * 16 * 20 + 4 * 16  # numbers besides lines: weights of pairs of steps, and the scales of rows
 
 # As in latent.cuh and latent.cu
@@ -343,8 +345,7 @@ class _Work:
         if runs.any(FOLLOWED):
             tail = [*runs.arguments, self.L, self.D, maxima, sums, states]
             if self.real == "float":
-                arguments = [*self.positions, _FORMATS.index(self.key), *tail]
-                self._multiply("multiply_runs", runs, arguments, latents=3)
+                self._multiply("runs", runs, [*self.positions, *tail])
             else:
                 block = self._block(len(runs))
                 self._walk("sum_runs", runs, block, [*self.positions, *tail], _Shared(2, 2, 3))
@@ -406,8 +407,8 @@ class _Work:
             return _summed(parts)
         wide = self.slices > 1
         parts = xp.empty(shape, self.dtype if wide else x.V.dtype)
-        arguments = [*self.positions, _FORMATS.index(self.key), *tail, wide, parts]
-        self._multiply("multiply_rows", runs, arguments, latents=7, others=_PAIRS)
+        halves = [] if self.key == "float" else [wide]
+        self._multiply("rows", runs, [*self.positions, *tail, *halves, parts])
         if not wide:
             return _summed(parts)
         out = xp.empty((self.b, self.T, self.D), x.V.dtype)
@@ -492,15 +493,19 @@ class _Work:
     def _pieces(self, runs: Runs, field: int) -> tuple[int, int]:
         return len(runs) * self.b, -(-runs.most(field) // _PIECE)
 
-    def _multiply(self, name: str, runs: Runs, arguments: list[Any], *, latents: int, others: int = 0) -> None:
-        """Launch a kernel that computes runs by products, with `latents` lines of latents for each step of a chunk."""
+    def _multiply(self, what: str, runs: Runs, arguments: list[Any]) -> None:
+        """Launch a kernel that computes the sums of runs, or their rows, by products."""
         width = next((width for width in _MULTIPLIED if width >= self.L), _MULTIPLIED[-1])
         tiles = 2 if self.D > _TILE and width < _MULTIPLIED[-1] else 1  # as many as the registers hold
-        lines = latents * (width + _APART) + 2 * (tiles * _TILE + _APART)
-        shared = 4 * (_CHUNK * lines + 3 * width + 8 + others)
-        grid = (len(runs) * self.b, max(1, -(-self.D // (tiles * _TILE))), self.slices)
+        columns = tiles * _TILE
+        grid = (len(runs) * self.b, max(1, -(-self.D // columns)), self.slices)
         types = (str(width), str(tiles))
-        launch("latent_tensor", name, types, grid, arguments, threads=_MULTIPLIERS, shared=shared)
+        if self.key == "float":
+            shared = _tensor_bytes(width, columns, rows=what == "rows")
+            launch("latent_tensor", f"multiply_{what}", types, grid, arguments, threads=_MULTIPLIERS, shared=shared)
+            return
+        shared = _half_bytes(width, columns, rows=what == "rows")
+        launch("latent_half", f"half_{what}", (self.key, *types), grid, arguments, threads=_MULTIPLIERS, shared=shared)
 
     def _walk(
         self, name: str, runs: Runs, block: tuple[int, int], arguments: list[Any], held: _Shared, *types: str
@@ -513,6 +518,18 @@ class _Work:
         shared = numbers * self.dtype.itemsize + 32  # and the bits of steps
         grid = (len(runs) * self.b, columns, self.slices)
         launch(source, name, (self.real, str(self.width), *types), grid, arguments, threads=threads, shared=shared)
+
+
+def _tensor_bytes(latents: int, columns: int, *, rows: bool) -> int:
+    """Return the bytes of shared memory of a block of latent_tensor.cu."""
+    lines = (7 if rows else 3) * (latents + _APART) + 2 * (columns + _APART)
+    return 4 * (_CHUNK * lines + 3 * latents + 8 + _PAIRS * rows)
+
+
+def _half_bytes(latents: int, columns: int, *, rows: bool) -> int:
+    """Return the bytes of shared memory of a block of latent_half.cu."""
+    lines = (4 if rows else 3) * (latents + _APART) + columns + _APART + (_HALF_CHUNK + _APART) * rows
+    return 2 * _HALF_CHUNK * lines + 4 * (2 * _MULTIPLIERS + latents + 2 * _HALF_CHUNK + 4)
 
 
 def _rows(array: Any) -> list[Any]:

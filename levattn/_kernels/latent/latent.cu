@@ -8,7 +8,7 @@
 #include "shared.cuh"
 #include "copies.cuh"
 #include "formats.cuh"
-#include "runs.cuh"
+#include "steps.cuh"
 #include "latent.cuh"
 
 namespace {

@@ -11,7 +11,7 @@
 
 #include "shared.cuh"
 #include "copies.cuh"
-#include "runs.cuh"
+#include "steps.cuh"
 #include "latent.cuh"
 
 namespace {

@@ -5,7 +5,7 @@
 //
 //   w = p / s(t),   A[t, u] = ⟨w[t], E[u]⟩ (u ≤ t),   Y = w S + A V,   S ← S + Eᵀ V.
 //
-// A position whose logit exceeds R by more than SLACK raises the reference, as in runs.cuh. From this row of the chunk on, A
+// A position whose logit exceeds R by more than SLACK raises the reference, as in steps.cuh. From this row of the chunk on, A
 // is summed pair by pair, with exponentials relative to the references that each row has reached, and w is scaled down for
 // products with S. Then S and E change to the new references. So no row depends on a later position.
 //
@@ -16,7 +16,7 @@
 #include "copies.cuh"
 #include "tf32.cuh"
 #include "formats.cuh"
-#include "runs.cuh"
+#include "steps.cuh"
 
 namespace {
 
@@ -50,68 +50,12 @@ __device__ inline void split(const float (&x)[N], float (&high)[N], float (&low)
 // Whether a number can be split: not NaN, and not so large that a power of two times it is not finite.
 __device__ inline bool is_moderate(float x) { return fabsf(x) < 0x1p113f; }
 
-// The formats of stored numbers. One kernel serves all, and an argument selects, because each kernel compiles slowly.
-enum Format { SINGLE, HALF, BFLOAT };
-
-__device__ inline float widened(unsigned int bits, int format) {
-    const unsigned short word = (unsigned short)bits;
-    return format == HALF ? widen(Half{word}) : widen(Bfloat{word});
-}
-
-__device__ inline void write(void *to, long long at, float x, int format) {
-    if (format == SINGLE) ((float *)to)[at] = x;
-    else if (format == HALF) narrow(x, ((Half *)to)[at]);
-    else narrow(x, ((Bfloat *)to)[at]);
-}
-
-// Rows of stored numbers, which shared memory holds widened. Numbers of 16 bits arrive two at a time, where their alignment
-// allows it, both at the place of the first. Then `settle` widens them, in the thread that brought them, so that it waits
-// only for its own copies.
-struct Stored {
-    const void *from;
-    long long step;  // from row to row
-    int columns, format;
-
-    __device__ Stored(const void *array, long long at, long long step, int columns, int format)
-        : from((const unsigned char *)array + at * (format == SINGLE ? 4 : 2)), step(step), columns(columns),
-          format(format) {}
-
-    __device__ bool paired() const { return !((unsigned long long)from & 3 || step & 1 || columns & 1); }
-
-    template <typename Use>
-    __device__ void each_pair(int rows, Use use) const {
-#pragma unroll 1
-        for (int row = threadIdx.x / 32; row < rows; row += WARPS)
-#pragma unroll 1
-            for (int column = 2 * (threadIdx.x % 32); column < columns; column += 64) use(row, column);
-    }
-
-    __device__ void arrive(float *to, int pitch, long long first, int rows) const {
-        if (format == SINGLE) return bring(to, pitch, (const float *)from + first * step, step, rows, columns);
-        const unsigned short *const words = (const unsigned short *)from + first * step;
-        const bool later = paired();
-        each_pair(rows, [&](int row, int column) {
-            float *const place = to + row * pitch + column;
-            const unsigned short *const pair = words + row * step + column;
-            if (later) return copy_later((unsigned int *)place, (const unsigned int *)pair);
-            place[0] = widened(pair[0], format);
-            if (column + 1 < columns) place[1] = widened(pair[1], format);
-        });
-    }
-
-    __device__ void settle(float *to, int pitch, int rows) const {
-        if (format == SINGLE || !paired()) return;
-        each_pair(rows, [&](int row, int column) {
-            float *const place = to + row * pitch + column;
-            const unsigned int pair = *(const unsigned int *)place;
-            *(float2 *)place = make_float2(widened(pair, format), widened(pair >> 16, format));
-        });
-    }
-};
-
 // Logits and values of the positions that a block sees, and which are masked.
 struct Seen {
-    Stored logits, values;
+    const float *logits;
+    long long logit_step;
+    const float *values;
+    long long value_step;
     const unsigned char *mask;
     long long mask_step;
 };
@@ -179,18 +123,13 @@ struct Chunks {
         const int count = min(run.positions - start, STEPS);
         const long long at = run.position + start;
         if (run.positions) {
-            from.logits.arrive(logits + place * STEPS * PITCH, PITCH, at, count);
-            from.values.arrive(values + place * STEPS * SPREAD, SPREAD, at, count);
+            const float *const next = from.logits + at * from.logit_step, *const beside = from.values + at * from.value_step;
+            bring(logits + place * STEPS * PITCH, PITCH, next, from.logit_step, count, latents);
+            bring(values + place * STEPS * SPREAD, SPREAD, beside, from.value_step, count, columns);
         }
         if (threadIdx.x < 32)
             bring_mask(taken + place, from.mask ? from.mask + at * from.mask_step : nullptr, from.mask_step, count);
         if (threadIdx.x < 2) flags[2 * place + threadIdx.x] = 0;
-    }
-
-    __device__ void settle(const Seen &from, int start, int place) {
-        const int count = min(run.positions - start, STEPS);
-        from.logits.settle(logits + place * STEPS * PITCH, PITCH, count);
-        from.values.settle(values + place * STEPS * SPREAD, SPREAD, count);
     }
 
     __device__ float logit(int place, int k, int l) const {
@@ -270,8 +209,8 @@ struct Chunks {
             }
     }
 
-    // S += Eᵀ V, with values that may have no rests.
-    __device__ void enter(const float (&high)[TILES][2][4], const float (&low)[TILES][2][4], bool rests) {
+    // S += Eᵀ V.
+    __device__ void enter(const float (&high)[TILES][2][4], const float (&low)[TILES][2][4]) {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             float e[4], e_high[4], e_low[4];
@@ -283,7 +222,7 @@ struct Chunks {
                 float added[4] = {};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    if (rests) multiply_add(added, low[tile][half], e_high[2 * half], e_high[2 * half + 1]);
+                    multiply_add(added, low[tile][half], e_high[2 * half], e_high[2 * half + 1]);
                     multiply_add(added, high[tile][half], e_low[2 * half], e_low[2 * half + 1]);
                 }
 #pragma unroll
@@ -395,8 +334,8 @@ struct Chunks {
         }
     }
 
-    // Y += A V, with values that can be split, or have no rests.
-    __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4], bool rests,
+    // Y += A V, with values that can be split.
+    __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4],
                               float (&Y)[2 * TILES][4]) const {
         float sum[2 * TILES][4] = {};
         float a_high[2][4], a_low[2][4];
@@ -413,7 +352,7 @@ struct Chunks {
             for (int half = 0; half < 2; ++half) {
                 const float *const high = v_high[n / 2][half], *const low = v_low[n / 2][half];
                 multiply_add(sum[n], a_low[half], high[n % 2], high[2 + n % 2]);
-                if (rests) multiply_add(sum[n], a_high[half], low[n % 2], low[2 + n % 2]);
+                multiply_add(sum[n], a_high[half], low[n % 2], low[2 + n % 2]);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -437,21 +376,15 @@ struct Chunks {
 
 }  // namespace
 
-// Positions as they are stored, in one format.
-#define STORED_PARAMETERS                                                                                           \
-    const void *K, long long k_item, long long k_row, const void *V, long long v_item, long long v_row,             \
-        const unsigned char *mask, long long mask_item, long long mask_row, int format
-
 #define SEEN_BY(chunks)                                                                                             \
-    Seen{Stored(K, item * k_item + chunks.latent, k_row, chunks.latents, format),                                   \
-         Stored(V, item * v_item + chunks.column, v_row, chunks.columns, format),                                   \
+    Seen{K + item * k_item + chunks.latent, k_row, V + item * v_item + chunks.column, v_row,                        \
          mask ? mask + item * mask_item : nullptr, mask_row}
 
 // The sums of each run by itself: the largest logit, and the sums relative to it, to (b, runs, L[, D]). Runs that no
 // run follows are left out. The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
 __global__ void __launch_bounds__(THREADS, 2)
-    multiply_runs(STORED_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
+    multiply_runs(POSITION_PARAMETERS, const long long *runs, int count, int L, int D, float *maxima, float *sums,
                   float *states) {
     DYNAMIC_SHARED(shared);
     const Run run(runs, blockIdx.x % count);
@@ -463,7 +396,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int start = -STEPS; start < run.positions; start += STEPS) {
         const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other;
         finish_copies();
-        if (start >= 0) chunks.settle(from, start, here);
         __syncthreads();
         if (next < run.positions) chunks.arrive(from, next, other);
         if (start < 0) continue;
@@ -475,7 +407,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (chunks.idle()) continue;
         float high[TILES][2][4], low[TILES][2][4];
         chunks.take_values(high, low, [&](int k, int c) { return chunks.value(here, k, c); });
-        chunks.enter(high, low, format == SINGLE);
+        chunks.enter(high, low);
     }
     __syncthreads();
     const int l = threadIdx.x;
@@ -494,14 +426,13 @@ __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// The rows of each run, to Y (b, slices of latents, T, D), in the format of the positions or, `wide`, in single precision.
-// The grid is (runs · b, columns, latents).
+// The rows of each run, to Y (b, slices of latents, T, D). The grid is (runs · b, columns, latents).
 template <int LATENTS, int TILES>
 __global__ void __launch_bounds__(THREADS, 2)
-    multiply_rows(STORED_PARAMETERS, const void *Q, long long q_item, long long q_row, const float *gate_value,
+    multiply_rows(POSITION_PARAMETERS, const float *Q, long long q_item, long long q_row, const float *gate_value,
                   long long gate_value_item, long long gate_value_row, const float *largest, const float *inverse,
                   const float *gates, START_PARAMETERS, const long long *runs, int count, int L, int D, long long T,
-                  bool wide, void *Y) {
+                  float *Y) {
     DYNAMIC_SHARED(shared);
     const Run run(runs, count - 1 - blockIdx.x % count);  // the last ones are the longest
     if (!run.rows) return;
@@ -509,21 +440,18 @@ __global__ void __launch_bounds__(THREADS, 2)
     const bool gated = gate_value && blockIdx.z == 0;
     Chunks<LATENTS, TILES, true> chunks(shared, run, item, L, D);
     const Seen from = SEEN_BY(chunks);
-    const Stored logits(Q, item * q_item + chunks.latent, q_row, chunks.latents, format);
+    const float *const logits = Q + item * q_item + run.row * q_row + chunks.latent;
     chunks.begin(references, sums, states, item * slots + run.slot, L, D);
     for (int start = -STEPS; start < run.steps(); start += STEPS) {
         const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other, steps = min(run.rows - start, STEPS);
         finish_copies();
-        if (start >= 0) {
-            chunks.settle(from, start, here);
-            logits.settle(chunks.weights + here * STEPS * chunks.PITCH, chunks.PITCH, steps);
-        }
         __syncthreads();
         if (next < run.rows) {
             const int arriving = min(run.rows - next, STEPS);
             const long long at = run.row + next;
             chunks.arrive(from, next, other);
-            logits.arrive(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, at, arriving);
+            bring(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, logits + next * q_row, q_row, arriving,
+                  chunks.latents);
             float *const scale = chunks.scales + 2 * other * STEPS;
             bring(scale, STEPS, largest + item * T + at, 0, 1, arriving);
             bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, arriving);
@@ -557,7 +485,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                     moderate = moderate && is_moderate(x);
                     return is_moderate(x) ? x : 0;
                 });
-                chunks.add_pairs(high, low, format == SINGLE, rows);
+                chunks.add_pairs(high, low, rows);
                 if (__any_sync(ALL, !moderate)) {  // other values must not affect the rows before them
 #pragma unroll 1
                     for (int u = 0; u < STEPS; ++u)
@@ -567,18 +495,17 @@ __global__ void __launch_bounds__(THREADS, 2)
                         });
                     chunks.take_values(high, low, [&](int k, int c) { return chunks.value(here, k, c); });
                 }
-                chunks.enter(high, low, format == SINGLE);
+                chunks.enter(high, low);
             }
         }
         if (chunks.idle()) continue;
         const long long at = item * T + run.row + start;
         const long long to = ((item * gridDim.z + blockIdx.z) * T + run.row + start) * D + chunks.column;
-        const int written = wide ? SINGLE : format;
         const float *const beside = gate_value + item * gate_value_item + (run.row + start) * gate_value_row + chunks.column;
         for (int k = chunks.g(); k < steps; k += 8)
             chunks.each_row(rows, [&](int row, int c, float y) {
                 if (row == k && c < chunks.columns)
-                    write(Y, to + k * D + c, gated ? fmaf(gates[at + k], beside[k * gate_value_row + c], y) : y, written);
+                    Y[to + k * D + c] = gated ? fmaf(gates[at + k], beside[k * gate_value_row + c], y) : y;
             });
     }
 }
