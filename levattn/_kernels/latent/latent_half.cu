@@ -175,20 +175,20 @@ struct Passage {
 
     __device__ float exponent(float x, int i) const { return fmaf(x - reference[i], LOG2_E, -shift[i]); }
 
-    // Call `use(k, x)` for the own steps of this thread from `low` to `stop`, with its two logits.
+    // Call `use(k, x)` for the own steps of this thread, with its two logits: nothing before `low`, from `stop` on, and where
+    // a position is masked.
     template <typename Use>
     __device__ void each_step(const Key *stage, int low, int stop, Use use) const {
-        const int first = own_step();
-        const unsigned int bits = taken[first / 32] >> first % 32;
+        const int first = own_step(), before = max(low - first, 0), after = max(first + OWN - stop, 0);
+        unsigned int bits = taken[first / 32] >> first % 32;
+        bits = before + after < OWN ? bits >> before << before << 32 - OWN << after >> after >> 32 - OWN : 0;
 #pragma unroll 4
         for (int j = 0; j < OWN; ++j) {
-            const int k = first + j;
-            if (k < low || k >= stop) continue;
-            const unsigned int both = *(const unsigned int *)(stage + k * PITCH + own_latent());
+            const unsigned int both = *(const unsigned int *)(stage + (first + j) * PITCH + own_latent());
             const bool there = bits >> j & 1;
             const float x[2] = {there ? number_of(Key{}, both, 0) : nothing<float>(),
                                 there ? number_of(Key{}, both, 1) : nothing<float>()};
-            use(k, x);
+            use(first + j, x);
         }
     }
 
@@ -263,7 +263,7 @@ struct Passage {
         return both;
     }
 
-    // E from step `low` to `stop`, and zeros elsewhere, in the place of the logits; and w in the place of the logits of rows.
+    // E in the place of the logits, zero before `low` and from `stop` on; and w in the place of the logits of rows.
     __device__ void weigh(Key *stage, Key *rows, int low, int stop, bool enters) {
         float sum[2] = {total[0], total[1]};
         if (enters) {
@@ -272,13 +272,6 @@ struct Passage {
                 for (int i = 0; i < 2; ++i) {
                     if (group == threadIdx.x / PAIRS) sum[i] = total[i];
                     total[i] += sums[group * LATENTS + own_latent() + i];
-                }
-            const int first = own_step();
-#pragma unroll 1
-            for (int k = first; k < first + OWN; ++k)
-                if (k < low || k >= stop) {
-                    *word(stage, k) = 0;
-                    if (!ROWS) *word(rows, k) = 0;
                 }
         }
         each_step(stage, low, stop, [&](int k, const float (&x)[2]) {
