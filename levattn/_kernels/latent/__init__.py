@@ -21,8 +21,9 @@ class LatentArguments:
 
     All arrays are float32, or all are float64. The first two axes have any strides (also 0), and numbers along the
     last axis are contiguous. On a device Q, K and V may have one format of 16 bits (bfloat16 as words in CuPy arrays).
-    Then the output has the same format, and all other arrays are float32. `backward` takes these formats only as
-    tensors, which it widens.
+    Then the output has the same format, and all other arrays are float32. Products are of numbers of that format: the
+    output is off by at most six roundings of the largest value. `backward` takes these formats only as tensors, which
+    it widens.
 
     Q: (b, T, L) logits of the latents.
 

@@ -2,8 +2,8 @@
 
 Sequences are cut into runs (`Runs`). A block of threads takes one run, with up to 128 latents and columns. No bit
 of a row depends on later rows, other sequences or other heads. Forward passes use tensor cores in single precision,
-not in double. Gradients are summed position by position in both. Kernels read 16-bit numbers without conversion, and
-round outputs when they write them. A few rows after a state take one launch (`step_at_once`).
+not in double. Gradients are summed position by position in both. Numbers of 16 bits have kernels of their own, whose
+products are of such numbers. A few rows after a state take one launch (`step_at_once`).
 """
 
 from __future__ import annotations

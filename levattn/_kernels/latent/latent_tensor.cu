@@ -337,6 +337,7 @@ struct Chunks {
     // Y += A V, with values that can be split.
     __device__ void add_pairs(const float (&v_high)[TILES][2][4], const float (&v_low)[TILES][2][4],
                               float (&Y)[2 * TILES][4]) const {
+        __syncwarp();  // fewer registers
         float sum[2 * TILES][4] = {};
         float a_high[2][4], a_low[2][4];
 #pragma unroll
@@ -440,7 +441,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     const bool gated = gate_value && blockIdx.z == 0;
     Chunks<LATENTS, TILES, true> chunks(shared, run, item, L, D);
     const Seen from = SEEN_BY(chunks);
-    const float *const logits = Q + item * q_item + run.row * q_row + chunks.latent;
     chunks.begin(references, sums, states, item * slots + run.slot, L, D);
     for (int start = -STEPS; start < run.steps(); start += STEPS) {
         const int next = start + STEPS, other = next / STEPS % 2, here = 1 - other, steps = min(run.rows - start, STEPS);
@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(THREADS, 2)
             const int arriving = min(run.rows - next, STEPS);
             const long long at = run.row + next;
             chunks.arrive(from, next, other);
-            bring(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, logits + next * q_row, q_row, arriving,
-                  chunks.latents);
+            bring(chunks.weights + other * STEPS * chunks.PITCH, chunks.PITCH, Q + item * q_item + at * q_row + chunks.latent,
+                  q_row, arriving, chunks.latents);
             float *const scale = chunks.scales + 2 * other * STEPS;
             bring(scale, STEPS, largest + item * T + at, 0, 1, arriving);
             bring(scale + STEPS, STEPS, inverse + item * T + at, 0, 1, arriving);

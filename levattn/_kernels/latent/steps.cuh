@@ -12,7 +12,9 @@ constexpr float SLACK = 4;
 // Start copying rows to shared memory, `pitch` apart; `finish_copies` waits for them.
 template <typename Real>
 __device__ inline void bring(Real *to, int pitch, const Real *from, long long step, int rows, int columns) {
+#pragma unroll 1
     for (int row = 0; row < rows; ++row)
+#pragma unroll 1
         for (int column = threadIdx.x; column < columns; column += blockDim.x)
             copy_later(to + row * pitch + column, from + row * step + column);
 }
