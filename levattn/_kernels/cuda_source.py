@@ -65,8 +65,8 @@ _UNITS = (*((real, real, units) for real, most in (("float", "4"), ("double", "2
 _UNITS += tuple((*pair, "4") for pair in _HALVES)  # channels of a thread
 _BACK_UNITS = (*((real, real, units) for real in _REALS for units in ("1", "2")), *((*pair, "2") for pair in _HALVES))
 _PACKS = (("float", "4"), ("Half", "8"), ("Bfloat", "8"))  # stored, and how many are read at once
-_DECODED = (*((*pack, rows) for pack in _PACKS for rows in ("1", "2", "4", "8")),)  # and rows of a block
-_DECODED += tuple((key, "1", "4") for key, _ in _PACKS)
+_DECODED = tuple((key, "1", "4", "false") for key, _ in _PACKS)  # and rows of a block, and whether slots are codes
+_DECODED += tuple((*p, rows, coded) for coded in ("false", "true") for p in _PACKS for rows in ("1", "2", "4", "8"))
 _MULTIPLIED = (*((key, key) for key in ("float", "Half", "Bfloat")), ("Half", "float"), ("Bfloat", "float"))
 
 _NEAR = (("float", "float"), *_HALVES, ("Half", "Half"), ("Bfloat", "Bfloat"))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from emulator import in_orders
 from levattn._kernels.pruned import cuda_decode
-from levattn._kernels.pruned.cuda_decode import attend_token, chunk_of, head_list
+from levattn._kernels.pruned.cuda_decode import Codes, HeldSlots, attend_token, chunk_of, head_list
 
 FORMATS = ("float32", "float16", "bfloat16")
 SUMS = 3e-6  # the error of sums in float32, of values of about 1
@@ -49,11 +49,16 @@ class Step:
 
     def run(self) -> Any:
         """The output (B, H, 1, D), NaN for other heads."""
-        D = self.slots[1].shape[3]
+        D = self.near[1].shape[3]
         Y = np.full((*self.q.shape[:3], D), 0x7FC0 if self.q.dtype == np.uint16 else np.nan, self.q.dtype)
-        given = self.q, self.slots, self.near, self.heads, self.scale, self.softcap
-        assert attend_token(*given, Y, partial(np.full, fill_value=np.nan, dtype=np.float32))
+        assert self.writes(Y)
         return Y
+
+    def writes(self, Y: Any) -> bool:
+        """Whether kernels can write the output."""
+        held = HeldSlots.of(*self.slots, self.heads, self.q.dtype.itemsize)
+        given = self.near, self.scale, self.softcap, Y, partial(np.full, fill_value=np.nan, dtype=np.float32)
+        return held is not None and attend_token(self.q, held, *given)
 
     def defined(self) -> NDArray[Any]:
         """The output by its definition, in float64."""
@@ -269,8 +274,7 @@ def test_the_sum_of_equal_logits_is_a_mean() -> None:
 def test_what_kernels_cannot_do_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def done(step: Step) -> bool:
         Y = np.zeros((*step.q.shape[:3], step.slots[1].shape[3]), np.float32)
-        given = step.q, step.slots, step.near, step.heads, step.scale, step.softcap
-        return attend_token(*given, Y, partial(np.empty, dtype=np.float32))
+        return step.writes(Y)
 
     assert done(drawn(9, 3))
     assert not done(drawn(9, 3, heads=(0, 70, 72), all_heads=73, r=1))
@@ -282,6 +286,63 @@ def test_what_kernels_cannot_do_is_left_to_others(monkeypatch: pytest.MonkeyPatc
 
 def test_no_sequence() -> None:
     assert drawn(9, 3, B=0).run().shape == (0, 4, 1, 8)
+
+
+def coded(X: Any, format: str, bits: int, *, columns: bool) -> tuple[Codes, Any]:
+    """Rows as codes, and the numbers in their format that these stand for."""
+    torch = pytest.importorskip("torch")
+    from levattn.integrations.transformers.compression.coding import Coded
+
+    rows = torch.from_numpy(np.ascontiguousarray(X)).to(getattr(torch, format))
+    held = Coded.of(rows, bits, columns=columns)
+    lows, steps = (array.view(torch.int16).numpy().view(np.uint16) for array in (held.lows, held.steps))
+    sizes, means = (None if array is None else array.numpy() for array in (held.sizes, held.means))
+    codes = Codes(held.codes.numpy(), lows, steps, sizes, means, held.width, bits)
+    out = np.full(held.shape, 7, np.uint16 if format == "bfloat16" else format)
+    cuda_decode.open_codes(codes[:5], codes.entries, bits, out)
+    return codes, out
+
+
+def of_codes(step: Step, format: str, bits: int) -> tuple[Step, Step]:
+    """A step whose slots are codes, and the same with the numbers that they stand for."""
+    d = step.q.shape[3]
+    K, V = (widened(rows) for rows in step.slots[:2])
+    keys, opened_keys = coded(K * np.logspace(-2, 2, d) + 1, format, bits, columns=True)
+    values, opened_values = coded(V, format, bits, columns=False)
+    q = rounded(widened(step.q) / np.logspace(-2, 2, d), format)
+    return (
+        replace(step, q=q, slots=(keys, values, step.slots[2])),
+        replace(step, q=q, slots=(opened_keys, opened_values, step.slots[2])),
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("r", [1, 2, 3, 9])
+@pytest.mark.parametrize(("d", "D"), [(64, 64), (128, 128), (16, 32), (32, 384)])
+def test_codes_are_read_as_the_numbers_that_they_stand_for(d: int, D: int, r: int, bits: int, format: str) -> None:
+    """To the last bit, at borders of chunks and with blocks of columns."""
+    some = drawn(70, 9, d, D, format=format, r=r, B=1, heads=(0, 2), all_heads=3, padded=True)
+    codes, numbers = of_codes(some, format, bits)
+    np.testing.assert_array_equal(in_orders(codes.run), numbers.run())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("s", "t"), [(0, 5), (1, 0), (64, 64), (129, 1), (300, 70)])
+def test_codes_of_any_number_of_slots(s: int, t: int, bits: int) -> None:
+    codes, numbers = of_codes(drawn(s, t, 64, 64, format="bfloat16", weighted=s % 2 > 0), "bfloat16", bits)
+    np.testing.assert_array_equal(codes.run(), numbers.run())
+
+
+def test_codes_that_do_not_lie_in_packs_are_left_to_others() -> None:
+    for d, bits, fits in ((64, 8, True), (64, 4, True), (20, 8, False), (72, 4, False), (5, 8, False)):
+        codes, _ = of_codes(drawn(9, 3, d, 64, format="float16"), "float16", bits)
+        assert (HeldSlots.of(*codes.slots, codes.heads, 2) is not None) == fits
+    step, _ = of_codes(drawn(9, 3, 64, 64, format="float16"), "float16", 8)
+    near = np.zeros((2, 2, 3, 65), np.float16)[..., 1:]  # rows that do not begin at packs
+    assert not replace(step, near=(near, near, None)).writes(np.zeros((*step.q.shape[:3], 64), np.float16))
+    mixed = replace(step, slots=(step.slots[0], step.near[1], None))
+    assert not mixed.writes(np.zeros((*step.q.shape[:3], 64), np.float16))
 
 
 @pytest.mark.cuda

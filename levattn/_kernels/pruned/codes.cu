@@ -1,16 +1,13 @@
-// Rows of few bits as numbers; see levattn/_kernels/codes.py.
+// Rows of few bits as numbers.
 
 #include "formats.cuh"
+#include "codes.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int EACH = 4;  // rows of a thread
-
-__device__ inline void narrow_within(float x, float &to) { to = x; }
-__device__ inline void narrow_within(float x, Bfloat &to) { narrow(x, to); }
-__device__ inline void narrow_within(float x, Half &to) { narrow(x != x ? x : min(max(x, -65504.0f), 65504.0f), to); }
 
 }  // namespace
 
@@ -29,7 +26,7 @@ __global__ void __launch_bounds__(THREADS)
     float b = 1, m = 0;
     if (sizes) {
         const long long place = (long long)blockIdx.x * d + column;
-        b = exp2f((float)sizes[place] / 8), m = (float)means[place] * b * b;
+        b = size_of(sizes[place]), m = mean_of(means[place], b);
     }
     const int byte = column < w ? column : column - w, shift = bits == 4 && column >= w ? 4 : 0;
 #pragma unroll
@@ -37,7 +34,7 @@ __global__ void __launch_bounds__(THREADS)
         const long long row = top + begin + i * WARPS;
         if (row >= top + span) break;
         const unsigned int code = codes[row * w + byte] >> shift & (bits == 8 ? 255 : 15);
-        const float low = widen(lows[row * blocks + block]), step = widen(steps[row * blocks + block]);
-        narrow_within(m + (low + (float)code * step) * b, rows[row * d + column]);
+        const long long scale = row * blocks + block;
+        rows[row * d + column] = opened<Real>(code, widen(lows[scale]), widen(steps[scale]), b, m);
     }
 }

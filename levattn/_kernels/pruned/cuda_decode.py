@@ -1,13 +1,14 @@
 """Decode steps over a compressed cache on a CUDA device: one token attends to slots and to the tokens after them.
 
-Nothing is copied: kernels read slots and later tokens where they lie. A step takes two launches.
+Nothing is copied: kernels read slots, or their codes, and later tokens where they lie. A step takes two launches.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from levattn._kernels.cuda_source import launch, shared_limit, stored, with_steps
 
@@ -45,11 +46,92 @@ def head_list(heads: Sequence[int]) -> tuple[int, int] | None:
     return None if last - first >= _LISTED else (first, sum(1 << (head - first) for head in heads))
 
 
+class Codes(NamedTuple):
+    """Rows of few bits, in arrays without gaps; see codes.cuh. `width` is the number of columns."""
+
+    codes: Any
+    lows: Any
+    steps: Any
+    sizes: Any
+    means: Any
+    width: int
+    bits: int
+
+    @property
+    def entries(self) -> int:
+        """The number of columns of a block."""
+        return int(self.codes.shape[-1]) * 8 // self.bits // int(self.lows.shape[-1])
+
+    def are_in_packs(self, pack: int) -> bool:
+        """Tell whether so many columns lie in one block, and their codes one after another."""
+        return self.width % pack == 0 and self.codes.shape[-1] % pack == 0 and self.entries % pack == 0
+
+
+_NO_CODES = [None] * 8 + [0] * 7  # the parameters of codes
+
+
+@dataclass(frozen=True, eq=False)
+class HeldSlots:
+    """The slots of some heads as kernels of a token take them: made once, as slots do not change.
+
+    shape: sequences, heads, slots.
+    d, D: columns of keys and of values.
+    pack: numbers that are read at once.
+    listed: see `head_list`.
+    arrays, codes: parameters of the kernel.
+    """
+
+    device: Any
+    shape: tuple[int, int, int]
+    d: int
+    D: int
+    pack: int
+    listed: tuple[int, int]
+    arrays: list[Any]
+    codes: list[Any]
+
+    @classmethod
+    def of(cls, keys: Any, values: Any, weights: Any, heads: tuple[int, ...], itemsize: int) -> HeldSlots | None:
+        """Return the slots of heads, or None if kernels do not read them.
+
+        keys, values: (B, G, s, d) and (B, G, s, D), of one format of `itemsize` bytes, or `Codes` of such rows.
+        weights: logarithms (B, G, s) float32, or None.
+        heads: their numbers, ascending.
+        Last axes are contiguous.
+        """
+        pack, listed, codes, coded = _PACK // itemsize, head_list(heads), _NO_CODES, isinstance(keys, Codes)
+        if coded != isinstance(values, Codes) or listed is None:
+            return None
+        first, (d, D) = keys.codes if coded else keys, (_width(keys), _width(values))
+        if not d or not D:
+            return None
+        if coded:
+            if not (keys.are_in_packs(pack) and values.are_in_packs(pack)) or values.sizes is not None:
+                return None
+            rows = [None, 0, 0, 0] * 2
+            codes = [*keys[:5], *values[:3]]
+            codes += [size for part in (keys, values) for size in (*_sizes(part), part.entries)] + [keys.bits]
+        else:
+            each = [with_steps(array, 3) for array in (keys, values)]
+            rows = [*each[0], *each[1]]
+            if d % pack or D % pack or not all(_in_packs(pack, *part) for part in each):
+                pack = 1
+        arrays, device = [*rows, *with_steps(weights, 2)], getattr(first, "device", None)
+        return cls(device, tuple(first.shape[:3]), d, D, pack, listed, arrays, codes)
+
+
+def _width(rows: Any) -> int:
+    return int(rows.width if isinstance(rows, Codes) else rows.shape[3])
+
+
+def _sizes(coded: Codes) -> tuple[int, int]:
+    return coded.codes.shape[-1], coded.lows.shape[-1]
+
+
 def attend_token(
     q: Any,
-    slots: tuple[Any, Any, Any],
+    slots: HeldSlots,
     near: tuple[Any, Any, Any],
-    heads: tuple[int, ...],
     scale: float,
     softcap: float | None,
     Y: Any,
@@ -57,41 +139,35 @@ def attend_token(
 ) -> bool:
     """Write to Y (B, H, 1, D) the softmax attention of rows q (B, H, 1, d), and tell whether kernels can do it.
 
-    `slots`: keys (B, G, s, d), values (B, G, s, D), and log-weights (B, G, s) float32 or None.
     `near`: keys and values (B, all heads, t, ·), and `present` (B, t) bool, or None. The last token always counts.
-    `heads`: the numbers of the G heads, ascending, among all of them. The query heads of each write their rows.
+    The query heads of each of the heads that have `slots` write their rows.
     `softcap`: c of the logits c tanh(l / c) before weights are added, or None.
     `empty`: returns an array of so many numbers of float32.
 
-    All but log-weights and `present` have one format, of at most 32 bits. Last axes are contiguous, and Y is.
+    All but log-weights and `present` have the format of the slots, of at most 32 bits. Last axes are contiguous,
+    and so is Y.
     """
-    (B, G, s, d), D = slots[0].shape, slots[1].shape[3]
-    H, (all_heads, t), listed = q.shape[1], near[0].shape[1:3], head_list(heads)
-    if listed is None or not d or not D:
-        return False
+    (B, G, s), d, D, pack, coded = slots.shape, slots.d, slots.D, slots.pack, slots.codes is not _NO_CODES
+    H, (all_heads, t) = q.shape[1], near[0].shape[1:3]
     r, chunk = H // all_heads, chunk_of(s, t)
-    held = [with_steps(array, 3) for array in (*slots[:2], *near[:2])]
-    pack = _PACK // q.dtype.itemsize
-    packed = d % pack == 0 and D % pack == 0 and all(_in_packs(pack, *each) for each in held)
-    pack = pack if packed else 1
-    rows = next((each for each in _ROWS if each >= r), _ROWS[-1]) if packed else _PLAIN
+    keys, values = with_steps(near[0], 3), with_steps(near[1], 3)
+    if pack > 1 and not (_in_packs(pack, *keys) and _in_packs(pack, *values)):
+        if coded:
+            return False
+        pack = 1
+    rows = next((each for each in _ROWS if each >= r), _ROWS[-1]) if pack > 1 else _PLAIN
     chunks = -(-s // chunk) + -(-t // chunk)
-    shared = 4 * rows * (d + _THREADS * pack + chunk)
+    shared = 4 * (rows * (d + _THREADS * pack + chunk) + 2 * d * coded)
     if shared + _STATIC > shared_limit() or B * G * max(chunks, r) > _BLOCKS:
         return False
     parts = empty(B * G * r * chunks * (2 + D))
-    given = [*with_steps(q, 2), *held[0], *held[1], *with_steps(slots[2], 2), *held[2], *held[3]]
-    given += [*with_steps(near[2], 2), s, t, chunk, G, r, d, D, *listed, scale, softcap or 0.0, parts]
+    given = [*with_steps(q, 2), *slots.arrays, *keys, *values, *with_steps(near[2], 2), *slots.codes]
+    given += [s, t, chunk, G, r, d, D, *slots.listed, scale, softcap or 0.0, parts]
     kind = stored(q.dtype)
-    grid = B * G * chunks, -(-r // rows)
-    launch("decode", "attend_parts", (kind, str(pack), str(rows)), grid, given, threads=_THREADS, shared=shared)
-    launch(
-        "decode",
-        "join_parts",
-        (kind,),
-        (B * G * r, -(-D // _COLUMNS)),
-        [parts, chunks, G, r, H, D, *listed, Y],
-    )
+    types = kind, str(pack), str(rows), "true" if coded else "false"
+    launch("decode", "attend_parts", types, (B * G * chunks, -(-r // rows)), given, threads=_THREADS, shared=shared)
+    grid = B * G * r, -(-D // _COLUMNS)
+    launch("decode", "join_parts", (kind,), grid, [parts, chunks, G, r, H, D, *slots.listed, Y])
     return True
 
 

@@ -6,6 +6,7 @@ One token that reads a compressed cache on a device has kernels of its own (`att
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,7 @@ from levattn._kernels.pruned import (
     differentiable,
     mapped,
 )
+from levattn._kernels.pruned.cuda_decode import Codes, HeldSlots
 from levattn._kernels.pruned.definition import from_rows
 from levattn._kernels.pruned.fused import ENTRIES, is_fused, mixed_by_fused, widened
 from levattn._kernels.tensors import (
@@ -262,38 +264,58 @@ def at_once(q: Any, power: float | None, numbers: int, logits: int) -> int:
     return ENTRIES // max(1, numbers + (logits if q.dtype == torch.float64 else 0))  # others have a fused kernel
 
 
+def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any) -> tuple[HeldSlots, ...] | None:
+    """Return the slots of groups of heads as `attended_token` takes them, or None where its kernels do not read them.
+
+    `slots`: for each group keys, values, log-weights or None, and the heads' numbers. Together the groups have all
+    heads. Keys and values have the dtype `kind`, or are `Codes` of such rows.
+    """
+    numbers = [x for group in slots for x in group[:2] if not isinstance(x, Codes)]
+    codes = [x for group in slots for rows in group[:2] if isinstance(rows, Codes) for x in rows[:5] if x is not None]
+    weights = [group[2] for group in slots if group[2] is not None]
+    every = [*numbers, *codes, *weights]
+    if kind not in _DECODED or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
+        return None
+    if any(x.dtype != torch.float32 or x.stride(-1) != 1 for x in weights):
+        return None
+    if any(x.device != every[0].device or x.requires_grad for x in every):
+        return None
+    if not are_plain_on_device((*numbers, *weights)):
+        return None
+    if not is_read_there(codes) or not all(x.is_contiguous() for x in codes):
+        return None
+    held = [HeldSlots.of(*group, kind.itemsize) for group in slots]
+    return None if None in held else cast(tuple[HeldSlots, ...], tuple(held))
+
+
 @where_arrays_are
 def attended_token(
-    q: Any, slots: tuple[Any, ...], near: tuple[Any, Any, Any], scale: float, softcap: float | None
+    q: Any, slots: tuple[HeldSlots, ...], near: tuple[Any, Any, Any], scale: float, softcap: float | None
 ) -> Any:
     """Return the softmax attention (B, H, 1, D) of a token by kernels of a device, or None where they do not run.
 
-    `q`: (B, H, 1, d). `slots`: for each group of heads keys, values, log-weights or None, and the heads' numbers.
-    Together the groups have all heads. `near`: keys, values and `present` of the later tokens; see
-    `cuda_decode.attend_token`. Nothing is copied, and nothing waits.
+    `q`: (B, H, 1, d). `slots`: the result of `held_slots` for the dtype of `q`. `near`: keys, values and `present` of
+    the later tokens; see `cuda_decode.attend_token`. Nothing is copied, and nothing waits.
     """
-    kind, device = q.dtype, q.device
-    numbers = [q, *near[:2], *(array for group in slots for array in group[:2])]
-    weights = [group[2] for group in slots if group[2] is not None]
-    if kind not in _DECODED or not are_plain_on_device((*numbers, *weights)):
+    kind, device, numbers = q.dtype, q.device, (q, *near[:2])
+    if not are_plain_on_device(numbers) or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
         return None
-    if any(x.dtype != kind for x in numbers) or any(x.dtype != torch.float32 for x in weights):
+    B = len(q)
+    if any(len(x) != B or x.device != device for x in near[:2]):
         return None
-    if any(x.stride(-1) != 1 or x.device != device for x in (*numbers, *weights)):
+    if any(group.shape[0] != B or group.device != device for group in slots):
         return None
     present = near[2]
     if present is not None:
         if present.dtype != torch.bool or present.device != device or present.shape[1:] != near[0].shape[2:3]:
             return None
-        if len(present) != len(q):
-            near = *near[:2], present.expand(len(q), -1)  # of one sequence, for all
-    if any(len(x) != len(q) for x in (*numbers, *weights)):
-        return None
+        if len(present) != B:
+            near = *near[:2], present.expand(B, -1)  # of one sequence, for all
     if torch.cuda.is_current_stream_capturing():
         return None
     Y, empty = q.new_empty((*q.shape[:3], near[1].shape[3])), partial(q.new_empty, dtype=torch.float32)
-    for keys, values, weight, heads in slots:
-        if not cuda_decode.attend_token(q, (keys, values, weight), near, heads, scale, softcap, Y, empty):
+    for group in slots:
+        if not cuda_decode.attend_token(q, group, near, scale, softcap, Y, empty):
             return None
     return Y
 

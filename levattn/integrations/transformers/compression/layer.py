@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from levattn._core.checks import whole_number
+from levattn._kernels.pruned.torch import attended_token
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.pruned import choice
 from levattn.integrations.transformers.calls import once_a_step, padding_and_kind
@@ -22,6 +23,7 @@ from levattn.integrations.transformers.compression.slots import (
     Split,
     attended,
     both_slots,
+    held_by_kernels,
     padded_together,
     slots_of,
 )
@@ -220,6 +222,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.fresh = 0  # positions of the chunk that is being read
         self.renewal: Renewal | None = None
         self.is_initialized = True
+        self._held: Any = None  # groups, a dtype, and these slots as kernels of a device read them
 
     @property
     def length(self) -> int:
@@ -272,8 +275,18 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if torch.is_autocast_enabled(q.device.type) and kind != torch.float64:
             kind = torch.get_autocast_dtype(q.device.type)
             tail = [array.to(kind) for array in tail]
-        groups = tuple(group.opened(kind) for group in self.groups)
-        return attended(q.to(kind), groups, tail, after, scale, softcap)
+        q = q.to(kind)
+        held = self._held_by_kernels(kind) if rows == 1 else None
+        Y = None if held is None else attended_token(q, held, (tail[0], tail[1], after), scale, softcap)
+        if Y is not None:
+            return Y
+        return attended(q, tuple(group.opened(kind) for group in self.groups), tail, after, scale, softcap)
+
+    def _held_by_kernels(self, dtype: Any) -> Any:
+        """Return the slots as the kernels of a device read them for each token, or None if they do not."""
+        if self._held is None or self._held[0] is not self.groups or self._held[1] != dtype:
+            self._held = self.groups, dtype, held_by_kernels(self.groups, dtype)
+        return self._held[2]
 
     def _padding_after(self, layer: str, mask: Any, rows: int, length: int) -> Any:
         """Return which of the positions after the slots are no padding, (B, length) bool, or None for all."""

@@ -16,8 +16,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
+from levattn._kernels.pruned.cuda_decode import Codes, HeldSlots
 from levattn._kernels.pruned.fused import SCALES, attended_slots
-from levattn._kernels.pruned.torch import attended_token
+from levattn._kernels.pruned.torch import attended_token, held_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
@@ -378,11 +379,10 @@ def attended(
     reads the context and itself.
     """
     (B, H, T), (G, t) = q.shape[:3], tail[0].shape[1:3]
-    if T == 1 and _on_device(q):
-        slots = tuple((group.keys, group.values, group.log_weight, group.heads) for group in groups)
-        Y = attended_token(q, slots, (tail[0], tail[1], present), scale, softcap)
-        if Y is not None:
-            return Y
+    held = held_by_kernels(groups, q.dtype) if T == 1 else None
+    Y = None if held is None else attended_token(q, held, (tail[0], tail[1], present), scale, softcap)
+    if Y is not None:
+        return Y
     by_columns = _by_columns(q, present, scale, softcap)
     heads = H // G if by_columns else B * H  # that have their own rows in a mask, if there is one
     step = max(1, _LOGITS // (heads * (t + max(group.keys.shape[2] for group in groups))))
@@ -408,6 +408,25 @@ def attended(
             Y = Y.index_select(1, torch.as_tensor(order, device=q.device).argsort())
         parts.append(Y.flatten(1, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def held_by_kernels(groups: tuple[HeadSlots, ...], dtype: Any) -> tuple[HeldSlots, ...] | None:
+    """Return slots as the kernels of a device for a token of this dtype read them, or None if they do not."""
+    if not _on_device(groups[0].keys):
+        return None
+    parts = [(*(_as_stored(rows, dtype) for rows in (group.keys, group.values)), group) for group in groups]
+    if any(part is None for keys, values, _ in parts for part in (keys, values)):
+        return None
+    return held_slots([(keys, values, group.log_weight, group.heads) for keys, values, group in parts], dtype)
+
+
+def _as_stored(rows: Any, dtype: Any) -> Any:
+    """Return numbers as they are and codes as kernels take them, or None for rows of another dtype."""
+    if rows.dtype != dtype:
+        return None
+    if not isinstance(rows, Coded):
+        return rows
+    return Codes(rows.codes, rows.lows, rows.steps, rows.sizes, rows.means, rows.width, rows.bits)
 
 
 def _on_device(q: Any) -> bool:

@@ -25,7 +25,7 @@ class UnreadError(ValueError):
     """An attention does something else with keys than the kinds "sdpa" and "eager" do."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Record:
     """A record of the steps so far on keys or values, or on the logits or weights of attention.
 
@@ -38,18 +38,38 @@ class _Record:
     real: bool
     device: Any
     kind: str  # keys, turned keys (their last two axes exchanged), values, logits, tanh, bounded, masked or weights
-    shadow: Any  # the numbers, where attention reads them itself; else a meta tensor, which knows shape and dtype
+    shape: Any
+    dtype: Any
+    held: Any = None  # the numbers, where attention reads them itself; else a meta tensor if a step needed one
     copies: int = 1  # of all heads one after another; not of each head side by side
     q: Any = None
     scale: float = 1.0
     bound: float | None = None  # the factor of a hyperbolic tangent
     mask: Any = None
 
+    @property
+    def shadow(self) -> Any:
+        """A tensor of this shape and dtype, for steps that change them: most calls have none."""
+        if self.held is None:
+            self.held = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return self.held
+
 
 class _StandIn(torch.Tensor):  # type: ignore[misc]
     """A tensor with a shape and no numbers."""
 
     record: _Record
+
+    # read often, without torch's way around
+    @property
+    def shape(self) -> Any:
+        """The shape of what it stands for."""
+        return self.record.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its axes."""
+        return len(self.record.shape)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,16 +122,17 @@ def handed_over(number: int, rows: int, answered: Answer, arrays: Sequence[Any],
         )
     made = []
     for kind, array in zip(("keys", "values"), arrays, strict=True):
-        shadow = array
+        shape, held = array.shape, array
         if length is not None:
-            shadow = array.new_empty((*array.shape[:2], length, array.shape[3]), device="meta")
-        made.append(_made(_Record(number, rows, answered, length is None, array.device, kind, shadow)))
+            shape, held = torch.Size((*shape[:2], length, shape[3])), None
+        made.append(
+            _made(_Record(number, rows, answered, length is None, array.device, kind, shape, array.dtype, held))
+        )
     return made
 
 
 def _made(record: _Record) -> _StandIn:
-    like = record.shadow
-    found = torch.Tensor._make_wrapper_subclass(_StandIn, like.shape, dtype=like.dtype, device=record.device)
+    found = torch.Tensor._make_wrapper_subclass(_StandIn, record.shape, dtype=record.dtype, device=record.device)
     found.record = record
     return found  # type: ignore[no-any-return]
 
@@ -145,7 +166,7 @@ def _refusal(name: str, x: _StandIn, args: Any) -> Exception:
 
 def _after(x: _StandIn, shadow: Any, **changes: Any) -> _StandIn:
     """Return a stand-in after a step."""
-    return _made(replace(x.record, shadow=shadow, **changes))
+    return _made(replace(x.record, shape=shadow.shape, dtype=shadow.dtype, held=shadow, **changes))
 
 
 def _stays(function: Any, x: _StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +269,7 @@ def _fused(function: Any, query: Any, key: Any, value: Any, *more: Any, **option
     found = _answered(record, q, options.get("attn_mask"), scale, None)
     if found is None:
         return function(query, record.shadow, value.record.shadow, **options)
-    return found.reshape(*shape[:3], found.shape[3])
+    return found if q is query else found.reshape(*shape[:3], found.shape[3])
 
 
 _FIGURES = {"__len__", "dim", "element_size", "get_device", "ndimension", "nelement", "numel", "size", "stride"}
