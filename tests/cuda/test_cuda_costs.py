@@ -18,7 +18,7 @@ import levattn
 from emulator import device
 from levattn._kernels.latent import LatentArguments
 from levattn._kernels.latent import cuda as latent_cuda
-from levattn._kernels.pruned.cuda_decode import attend_token
+from levattn._kernels.pruned.cuda_decode import HeldSlots, attend_token
 from levattn._kernels.tokens import TokenArguments
 from levattn._kernels.tokens import cuda as tokens_cuda
 from levattn.attention import latte
@@ -121,11 +121,12 @@ def of_slots(s: int, t: int, **given: bool) -> Make:
 
         weight = arrays(2, 2, s) if given.get("weighted") else None
         present = cupy.asarray(RNG(1).random((2, t)) < 0.5) if given.get("padded") else None
-        slots = arrays(2, 2, s, 8), arrays(2, 2, s, 8), weight
+        slots = HeldSlots.of(arrays(2, 2, s, 8), arrays(2, 2, s, 8), weight, (0, 1), 4)
+        assert slots is not None
         near = arrays(2, 2, t, 8), arrays(2, 2, t, 8), present
         q, Y = arrays(2, 4, 1, 8), arrays(2, 4, 1, 8)
         empty = partial(cupy.empty, dtype=np.float32)
-        return lambda: attend_token(q, slots, near, (0, 1), 0.3, None, Y, empty)
+        return lambda: attend_token(q, slots, near, 0.3, None, Y, empty)
 
     return make
 

@@ -75,9 +75,13 @@ class HeldSlots:
     """The slots of some heads as kernels of a token take them: made once, as slots do not change.
 
     shape: sequences, heads, slots.
+
     d, D: columns of keys and of values.
+
     pack: numbers that are read at once.
+
     listed: see `head_list`.
+
     arrays, codes: parameters of the kernel.
     """
 
@@ -95,8 +99,11 @@ class HeldSlots:
         """Return the slots of heads, or None if kernels do not read them.
 
         keys, values: (B, G, s, d) and (B, G, s, D), of one format of `itemsize` bytes, or `Codes` of such rows.
+
         weights: logarithms (B, G, s) float32, or None.
+
         heads: their numbers, ascending.
+
         Last axes are contiguous.
         """
         pack, listed, codes, coded = _PACK // itemsize, head_list(heads), _NO_CODES, isinstance(keys, Codes)

@@ -63,7 +63,7 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
     # read often, without torch's way around
     @property
     def shape(self) -> Any:
-        """The shape of what it stands for."""
+        """The shape of the numbers that it stands for."""
         return self.record.shape
 
     @property
