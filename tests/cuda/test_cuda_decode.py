@@ -5,6 +5,8 @@ Inside: a kernel is compared with the definition, at the borders of its chunks a
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -332,6 +334,17 @@ def test_codes_are_read_as_the_numbers_that_they_stand_for(d: int, D: int, r: in
 def test_codes_of_any_number_of_slots(s: int, t: int, bits: int) -> None:
     codes, numbers = of_codes(drawn(s, t, 64, 64, format="bfloat16", weighted=s % 2 > 0), "bfloat16", bits)
     np.testing.assert_array_equal(codes.run(), numbers.run())
+
+
+def test_copies_of_held_slots_are_read_alike() -> None:
+    """As a cache is copied or pickled between two tokens."""
+    for step in of_codes(drawn(70, 9, 64, 64, format="bfloat16"), "bfloat16", 8):
+        Y, held = step.run(), HeldSlots.of(*step.slots, step.heads, 2)
+        for other in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+            found = np.full_like(Y, 0x7FC0)
+            given = step.near, step.scale, step.softcap, found, partial(np.empty, dtype=np.float32)
+            assert attend_token(step.q, other, *given)
+            np.testing.assert_array_equal(found, Y)
 
 
 def test_codes_that_do_not_lie_in_packs_are_left_to_others() -> None:

@@ -82,6 +82,8 @@ class HeldSlots:
 
     listed: see `head_list`.
 
+    coded: whether slots are codes.
+
     arrays, codes: parameters of the kernel.
     """
 
@@ -91,6 +93,7 @@ class HeldSlots:
     D: int
     pack: int
     listed: tuple[int, int]
+    coded: bool
     arrays: list[Any]
     codes: list[Any]
 
@@ -124,7 +127,7 @@ class HeldSlots:
             if d % pack or D % pack or not all(_in_packs(pack, *part) for part in each):
                 pack = 1
         arrays, device = [*rows, *with_steps(weights, 2)], getattr(first, "device", None)
-        return cls(device, tuple(first.shape[:3]), d, D, pack, listed, arrays, codes)
+        return cls(device, tuple(first.shape[:3]), d, D, pack, listed, coded, arrays, codes)
 
 
 def _width(rows: Any) -> int:
@@ -154,7 +157,7 @@ def attend_token(
     All but log-weights and `present` have the format of the slots, of at most 32 bits. Last axes are contiguous,
     and so is Y.
     """
-    (B, G, s), d, D, pack, coded = slots.shape, slots.d, slots.D, slots.pack, slots.codes is not _NO_CODES
+    (B, G, s), d, D, pack, coded = slots.shape, slots.d, slots.D, slots.pack, slots.coded
     H, (all_heads, t) = q.shape[1], near[0].shape[1:3]
     r, chunk = H // all_heads, chunk_of(s, t)
     keys, values = with_steps(near[0], 3), with_steps(near[1], 3)
