@@ -396,10 +396,11 @@ def test_numbers_of_16_bits_of_any_size(L: int, D: int, stored: str) -> None:
 @pytest.mark.parametrize("growth", [0.5, 3, 11, 40, 1000])
 def test_logits_of_16_bits_that_grow_at_every_position(growth: float, stored: str) -> None:
     """A part of a chunk ends before each logit that is much larger, so a chunk may have a part for each position."""
-    x = mixture(43, (1, 60, 20, 10), dtype="float32")
-    x.K[:] += (growth * np.arange(60, dtype=np.float32))[:, None]
-    x.K[0, :, 3] -= 2 * growth * np.arange(60, dtype=np.float32)
-    check_16_bits(x, stored, run=in_orders)
+    for L, D in ((20, 10), (24, 8)):  # the second ones lie in packs
+        x = mixture(43, (1, 60, L, D), dtype="float32")
+        x.K[:] += (growth * np.arange(60, dtype=np.float32))[:, None]
+        x.K[0, :, 3] -= 2 * growth * np.arange(60, dtype=np.float32)
+        check_16_bits(x, stored, run=in_orders)
 
 
 @pytest.mark.parametrize("stored", HALVES)
@@ -410,16 +411,48 @@ def test_equal_values_of_16_bits_are_given_back(causal: bool, stored: str) -> No
     np.testing.assert_allclose(widened(forward(halves)), exact.V, rtol=3 * UNIT[stored])
 
 
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("rise", [6.5, 6.9, 6.95, 9.6, 11.09])
+@pytest.mark.parametrize("L", [1, 64, 300])
+def test_logits_that_rise_at_once(L: int, rise: float, stored: str) -> None:
+    """By what a chunk just holds, and more: sums are then large, and weights small, also of many latents."""
+    x = mixture(53, (1, 64, L, 4), dtype="float32")
+    x.Q[:], x.K[:], x.K[:, 0] = 0, rise, -0.0044
+    check_16_bits(x, stored)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-42, 1e-30, 1e-10, 1e10, 1e38, 1e300])
+@pytest.mark.parametrize("height", [0.0, -1e4, 1e4])
+def test_given_states_of_any_size(height: float, size: float) -> None:
+    """Sums that float32 does not hold are relative to another reference."""
+    x = mixture(54, (1, 70, 5, 4), dtype="float32", state=True)
+    m, s, S = x.state
+    x = replace(x, state=(m + height, s * size, np.clip(S, -1, 1) * s[..., None] * size))
+    np.testing.assert_allclose(forward(x), definition.forward(in_float64(x)), rtol=0, atol=2e-5)
+    for stored in HALVES:
+        halves, exact = in_16_bits(x, stored)
+        room = ROUNDINGS * UNIT[stored] * max(1, np.abs(exact.V).max())
+        np.testing.assert_allclose(widened(forward(halves)), definition.forward(exact), rtol=0, atol=room)
+
+
+@pytest.mark.parametrize("L", [2, 130])
+def test_the_largest_number_of_float16_is_given_back(L: int) -> None:
+    for seed in range(10):
+        x = mixture(seed, (1, 10, L, 1), dtype="float32")
+        x.V[:] = 65504
+        Y = widened(forward(in_16_bits(x, "float16")[0]))
+        np.testing.assert_allclose(Y, 65504, rtol=ROUNDINGS * UNIT["float16"])
+
+
 @pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("stored", HALVES)
 def test_positions_of_equal_weight_lose_no_digits(stored: str) -> None:
     """Also once each is a small part of the sum."""
     x = mixture(45, (1, 3000, 3, 2), dtype="float32")
-    x.K[:], x.V[:, :, 1] = 0.3, 1 / 3
+    x.K[:], x.K[:, 0], x.V[:, :, 1] = 0.3, 0, 1 / 3  # the first is the reference, so the others are rounded alike
     check_16_bits(x, stored)
-    halves, exact = in_16_bits(x, stored)
-    means = np.cumsum(exact.V[0], axis=0) / np.arange(1, 3001)[:, None]
-    np.testing.assert_allclose(widened(forward(halves))[0], means, rtol=0, atol=4 * UNIT[stored])
+    Y = widened(forward(in_16_bits(x, stored)[0]))[0, :, 1]
+    np.testing.assert_allclose(Y, 1 / 3, rtol=3 * UNIT[stored])
 
 
 @pytest.mark.usefixtures("whole_runs")
@@ -461,6 +494,32 @@ def test_values_of_16_bits_reach_the_rows_that_see_them_alone(value: float, caus
     np.testing.assert_array_equal(Y[0, :seen], before[0, :seen])
     assert not (np.abs(Y[0, seen:, 1]) < (10 if value == 6e4 else 6e4)).any()
     np.testing.assert_array_equal(Y[0, :, [0, 2, 3]], before[0, :, [0, 2, 3]])
+
+
+@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("case", ["a small weight", "a small share", "a later part"])
+def test_values_that_are_not_finite_reach_rows_whatever_their_weights(case: str, value: float, stored: str) -> None:
+    """In their chunk and after it, and the state, also where a weight is rounded to zero."""
+    x, at = mixture(52, (1, 150, 2, 3), dtype="float32"), 5
+    if case == "a small weight":
+        x.K[:], x.K[0, at] = 0, -80
+    elif case == "a small share":
+        x.K[:], x.K[0, at, 1], x.Q[..., 0], x.Q[..., 1] = 0, -np.inf, -80, 0
+    else:
+        x.K[:, 20:] += 40
+        at = 30
+    before = widened(forward(in_16_bits(x, stored)[0]))
+    x.V[0, at, 1] = value
+    halves = in_16_bits(x, stored)[0]
+    Y = widened(forward(halves))
+    assert not np.isfinite(Y[0, at:, 1]).any()
+    np.testing.assert_array_equal(Y[0, :at], before[0, :at])
+    np.testing.assert_array_equal(Y[..., [0, 2]], before[..., [0, 2]])
+    S = summary(halves.K, halves.V, halves.mask, halves.offsets)[2]
+    assert not np.isfinite(S[..., 0, 1]).any()
+    assert np.isfinite(S[..., [0, 2]]).all()
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

@@ -5,7 +5,7 @@ namespace host {
 struct Copy {
     void *to;
     const void *from;
-    int bytes;
+    int bytes, room;  // zeros fill the room
     int group;
 };
 
@@ -109,7 +109,12 @@ inline void load_matrices(unsigned int (&words)[4], const void *row) {
 
 inline void copy_async(void *to, const void *from, int bytes) {
     if (((size_t)to | (size_t)from) % 16) bytes = -1;
-    host::copies[threadIdx.x].push_back({to, from, bytes, host::groups[threadIdx.x]});
+    host::copies[threadIdx.x].push_back({to, from, bytes, 16, host::groups[threadIdx.x]});
+}
+
+inline void copy_word_async(void *to, const void *from) {
+    const int bytes = ((size_t)to | (size_t)from) % 4 ? -1 : 4;
+    host::copies[threadIdx.x].push_back({to, from, bytes, 4, host::groups[threadIdx.x]});
 }
 
 inline void commit_copies() { ++host::groups[threadIdx.x]; }
@@ -120,7 +125,7 @@ void wait_copies() {
     while (!copies.empty() && copies.front().group < host::groups[threadIdx.x] - pending) {
         const host::Copy copy = copies.front();
         copies.erase(copies.begin());
-        memset(copy.to, copy.bytes < 0 ? 0xff : 0, 16);
+        memset(copy.to, copy.bytes < 0 ? 0xff : 0, copy.room);
         if (copy.bytes > 0) memcpy(copy.to, copy.from, copy.bytes);
     }
 }

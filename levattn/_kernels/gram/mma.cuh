@@ -67,6 +67,13 @@ __device__ inline void copy_async(void *to, const void *from, int bytes) {
                  : "memory");
 }
 
+// 4 bytes to shared memory, in the same groups.
+__device__ inline void copy_word_async(void *to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+                 ::"r"((unsigned int)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait for the copies of this thread, but for the last `pending` groups that it has committed.

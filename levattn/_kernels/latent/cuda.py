@@ -529,7 +529,7 @@ def _tensor_bytes(latents: int, columns: int, *, rows: bool) -> int:
 def _half_bytes(latents: int, columns: int, *, rows: bool) -> int:
     """Return the bytes of shared memory of a block of latent_half.cu."""
     lines = (4 if rows else 3) * (latents + _APART) + columns + _APART + (_HALF_CHUNK + _APART) * rows
-    return 2 * _HALF_CHUNK * lines + 4 * (2 * _MULTIPLIERS + latents + 2 * _HALF_CHUNK + 4)
+    return 2 * _HALF_CHUNK * lines + 4 * (2 * _MULTIPLIERS + latents + 4 * _HALF_CHUNK * rows + 5)
 
 
 def _rows(array: Any) -> list[Any]:

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int NEVER = 0x7fffffff, BEFORE = -NEVER;  // after and before all positions that a row may see last
 constexpr int AHEAD = 4;           // runs whose sums are loaded together
+constexpr double FAR = 40;         // the logarithm of a sum that is far from 1
 
 // Steps of a chunk.
 template <typename Real>
@@ -135,10 +136,12 @@ __global__ void __launch_bounds__(256)
     const long long l = place % L, sequence = place / L % n, item = place / L / n;
     double reference = nothing<double>(), total = 0;
     if (before) {
-        reference = (Real)before[place];  // logits have this type; the factor below corrects its rounding
+        // logits have this type, and the factor below corrects its rounding; a sum of any size is brought near 1
+        const double own = sums_before[place], size = log(own), far = fabs(size) > FAR && fabs(size) < 800 ? size : 0;
+        reference = (Real)(before[place] + far);
         const double factor = reference == nothing<double>() ? 0 : exp(before[place] - reference);
         entered[place] = factor;
-        total = factor == 0 ? 0 : sums_before[place] * factor;
+        total = factor == 0 ? 0 : own * factor;
     }
     const long long low = spans[sequence], high = spans[sequence + 1];
     for (long long next = low; next < high; next += AHEAD) {

@@ -6,7 +6,7 @@
 //
 //   w = p / s(t),   A[t, u] = ⟨w[t], E[u]⟩ (u ≤ t),   Y = w S + A V,   S ← S + Eᵀ V.
 //
-// Factors are rounded to the format of the positions, and sums are those of the rounded E. A shift moves no rounding, so it
+// Factors are rounded to the format of the positions, and sums add the rounded E. A shift moves no rounding, so it
 // may depend on all positions before. A position whose exponential would exceed 2^MOST ends a part of the chunk, and
 // another part begins with it and its logit as the reference. So no row depends on a later position.
 //
@@ -37,10 +37,11 @@ constexpr int BLOCKS = LATENTS < 128 ? 3 : 2;
 constexpr int BLOCKS = 2;
 #endif
 
-constexpr float MOST = 14, LOG2_E = 1.4426950408889634f;
+constexpr float MOST = 10, LOG2_E = 1.4426950408889634f;
 
-// By how much weights are raised, so that small ones keep their digits: float16 has few numbers below 2^-14.
-__device__ inline float lift(Half) { return 4096; }
+// By how much weights are raised, so that small ones keep their digits: float16 has few numbers below 2^-14. A sum is at
+// least 1/2, so no weight exceeds 2^15, and none of A 2^14.
+__device__ inline float lift(Half) { return 16384; }
 __device__ inline float lift(Bfloat) { return 1; }
 
 __device__ inline float number_of(Half, unsigned int word, int upper) { return half_of(word, upper); }
@@ -114,9 +115,10 @@ struct Passage {
     Key *const logits;  // of positions, of two chunks; E takes their place
     Key *const others;  // with ROWS the logits of rows, of two chunks, whose place w takes; else what E leaves
     Key *const values, *const A;
-    float *const sums, *const factors, *const scales;  // of E, (GROUPS, LATENTS); of S; of rows
-    unsigned int *const taken;                         // a bit for each position, two words
+    float *const sums, *const factors, *const scales;  // of E, (GROUPS, LATENTS); of S; of the rows of two chunks
     int *const raised;
+    unsigned int *const bits;   // of the positions of two chunks that take part, two words each
+    const unsigned int *taken;  // those of this chunk
     float S[TILES][OCTETS][4];
     float reference[2], shift[2], total[2], top[2], factor[2];
 
@@ -125,7 +127,7 @@ struct Passage {
           latents(min(L - latent, LATENTS)), logits((Key *)shared), others(logits + 2 * STAGE),
           values(others + (ROWS ? 2 : 1) * STAGE), A(values + STEPS * SPREAD),
           sums((float *)(A + (ROWS ? STEPS * NARROW : 0))), factors(sums + GROUPS * LATENTS), scales(factors + LATENTS),
-          taken((unsigned int *)(scales + 2 * STEPS)), raised((int *)(taken + 2)) {}
+          raised((int *)(scales + (ROWS ? 4 * STEPS : 0))), bits((unsigned int *)raised + 1), taken(bits) {}
 
     static __device__ int lane() { return threadIdx.x % 32; }
     static __device__ int g() { return lane() / 4; }
@@ -264,7 +266,8 @@ struct Passage {
     }
 
     // E in the place of the logits, zero before `low` and from `stop` on; and w in the place of the logits of rows.
-    __device__ void weigh(Key *stage, Key *rows, int low, int stop, bool enters) {
+    // `scale` holds the largest logit of each row, and the inverse of its sum.
+    __device__ void weigh(Key *stage, Key *rows, const float *scale, int low, int stop, bool enters) {
         float sum[2] = {total[0], total[1]};
         if (enters) {
             for (int group = 0; group < GROUPS; ++group)
@@ -286,7 +289,7 @@ struct Passage {
             float w[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float p = power_of_two((number_of(Key{}, both, i) - scales[k]) * LOG2_E) * scales[STEPS + k];
+                const float p = power_of_two((number_of(Key{}, both, i) - scale[k]) * LOG2_E) * scale[STEPS + k];
                 w[i] = sum[i] != 0 && own_latent() + i < latents ? p * lift(Key{}) * reciprocal(sum[i]) : 0;
             }
             *word(rows, k) = pack(Key{}, w[0], w[1]);
@@ -406,29 +409,63 @@ struct Passage {
         __syncwarp();
     }
 
-    // Such a value of a position, else 0.
-    __device__ float other(const Lines<Key> &from, long long position, int c) const {
-        const float x = c < columns ? widen(from.from[position * from.step + c]) : 0;
+    // Call `use(u, row)` for the steps of a part, with the values of a position that any latent sees. Where a sum is not a
+    // number, a later row that reads it is none, whatever its weights; so is each later row of this part.
+    template <typename Use>
+    __device__ void each_other(const Lines<Key> &from, const Lines<Key> &seen_by, long long start, int low, int stop,
+                               Use use) const {
+#pragma unroll 1
+        for (int u = low; u < stop; ++u) {
+            bool seen = false;
+            if (taken[u / 32] >> u % 32 & 1)
+                for (int l = lane(); l < latents; l += 32) seen = seen || sees(seen_by, start + u, l);
+            if (!__any_sync(ALL, seen)) continue;
+            use(u, from.from + (start + u) * from.step);
+        }
+    }
+
+    // Such a value of a row, or 0.
+    __device__ float other(const Key *row, int c) const {
+        const float x = c < columns ? widen(row[c]) : 0;
         return is_finite(x) ? 0 : x;
     }
 
-    __device__ void add_others(const Lines<Key> &from, long long start, int low, int stop, int first,
-                               float (&Y)[2 * TILES][4]) const {
-#pragma unroll 1
-        for (int u = low; u < min(stop, first + TALL); ++u)
-            each_row(Y, [&](int k, int c, float &y) {
-                const float x = other(from, start + u, c), weight = u <= first + k ? widen(A[(first + k) * NARROW + u]) : 0;
-                if (x != 0 && weight != 0) y += weight * x;
-            });
+    static __device__ bool sees(const Lines<Key> &logits, long long position, int l) {
+        return widen(logits.from[position * logits.step + l]) != nothing<float>();
     }
 
-    __device__ void enter_others(const Lines<Key> &from, long long start, int low, int stop, const Key *E) {
-#pragma unroll 1
-        for (int u = low; u < stop; ++u)
-            each_sum([&](int l, int c, float &sum) {
-                const float x = other(from, start + u, c), e = widen(E[u * PITCH + l]);
-                if (x != 0 && e != 0) sum += e * x;
+    __device__ void add_others(const Lines<Key> &from, const Lines<Key> &seen_by, long long start, int low, int stop,
+                               int first, float (&Y)[2 * TILES][4]) const {
+        each_other(from, seen_by, start, low, min(stop, first + TALL), [&](int u, const Key *row) {
+            each_row(Y, [&](int k, int c, float &y) {
+                if (u <= first + k) y += other(row, c);
             });
+        });
+    }
+
+    __device__ void enter_others(const Lines<Key> &from, const Lines<Key> &seen_by, long long start, int low, int stop) {
+        each_other(from, seen_by, start, low, stop, [&](int u, const Key *row) {
+            each_sum([&](int l, int c, float &sum) {
+                if (l < latents && sees(seen_by, start + u, l)) sum += other(row, c);
+            });
+        });
+    }
+
+    // Y += g x for some of 16 rows, with their gates g, and rows x that are `step` apart.
+    __device__ void add_gated(float (&Y)[2 * TILES][4], int low, int stop, const float *gates, const float *x,
+                              long long step) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int k = g() + 8 * i, first = channel() + 2 * t();
+            if (k < low || k >= stop) continue;
+            const float gate = gates[k] * lift(Key{});
+            const float *const row = x + k * step + first;
+#pragma unroll
+            for (int n = 0; n < 2 * TILES; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    if (first + OCTET * n + c < columns) Y[n][2 * i + c] = fmaf(gate, row[OCTET * n + c], Y[n][2 * i + c]);
+        }
     }
 
     // Write some of 16 rows to `to` of Y, two numbers at a time where they lie in a word.
@@ -439,7 +476,8 @@ struct Passage {
             for (int i = 0; i < 2; ++i) {
                 const int k = g() + 8 * i, c = channel() + OCTET * n + 2 * t();
                 if (k < low || k >= stop || c >= columns) continue;
-                const float first = rows[n][2 * i] / lift(Key{}), second = rows[n][2 * i + 1] / lift(Key{});
+                const float first = within(rows[n][2 * i] / lift(Key{}), Key{});
+                const float second = within(rows[n][2 * i + 1] / lift(Key{}), Key{});
                 const long long at = to + (long long)k * D + c;
                 if (wide) {
                     ((float *)Y)[at] = first;
@@ -451,6 +489,7 @@ struct Passage {
                     if (c + 1 < columns) narrow(second, ((Key *)Y)[at + 1]);
                 }
             }
+        __syncwarp();
     }
 
     // Call `use(row, channel, y)` for the entries of 16 rows in this lane.
@@ -463,22 +502,13 @@ struct Passage {
     }
 };
 
-// What a thread reads of a chunk ahead: whether a position is seen, and a scale of a row.
-struct Ahead {
-    bool sees;
-    float scale;
-
-    __device__ void read(const unsigned char *mask, long long mask_step, int positions) {
-        const int k = threadIdx.x;
-        sees = k < positions && (!mask || mask[k * mask_step]);
-    }
-
-    __device__ void settle(unsigned int *taken, float *scales) const {
-        const unsigned int bits = __ballot_sync(ALL, sees);
-        if (threadIdx.x < STEPS && threadIdx.x % 32 == 0) taken[threadIdx.x / 32] = bits;
-        if (scales) scales[threadIdx.x] = scale;
-    }
-};
+// Write a bit for each of the `positions` of a chunk from `mask` on that takes part.
+__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long mask_step, int positions) {
+    const int k = threadIdx.x;
+    if (k >= STEPS) return;
+    const unsigned int bits = __ballot_sync(ALL, k < positions && (!mask || mask[k * mask_step]));
+    if (k % 32 == 0) to[k / 32] = bits;
+}
 
 }  // namespace
 
@@ -500,21 +530,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
     const Lines<Key> logits(K + item * k_item + run.position * k_row + part.latent, k_row, part.latents);
     const Lines<Key> values(V + item * v_item + run.position * v_row + part.column, v_row, part.columns);
     const unsigned char *const seen = mask ? mask + item * mask_item + run.position * mask_row : nullptr;
-    Ahead ahead;
     part.begin(nullptr, nullptr, nullptr, 0, L, D);
-    ahead.read(seen, mask_row, run.positions);
+    bring_mask(part.bits, seen, mask_row, run.positions);
     logits.template arrive<LATENTS>(part.logits, 0, run.positions);
     for (int start = 0; start < run.positions; start += STEPS) {
         const int steps = min(run.positions - start, STEPS), next = start + STEPS, here = start / STEPS % 2;
         Key *const E = part.logits + here * Part::STAGE;
         commit_copies();
         wait_copies<0>();
-        ahead.settle(part.taken, nullptr);
+        part.taken = part.bits + 2 * here;
         __syncthreads();
         values.template arrive<Part::WIDE>(part.values, start, steps);
         commit_copies();
         if (next < run.positions) {
-            ahead.read(seen ? seen + next * mask_row : seen, mask_row, run.positions - next);
+            bring_mask(part.bits + 2 * (1 - here), seen ? seen + next * mask_row : seen, mask_row, run.positions - next);
             logits.template arrive<LATENTS>(part.logits + (1 - here) * Part::STAGE, next, run.positions - next);
         }
         commit_copies();
@@ -529,7 +558,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
             }
             part.settle(E, low, steps);
             stop = part.open(E, low, steps);
-            part.weigh(E, part.others, low, stop, true);
+            part.weigh(E, part.others, nullptr, low, stop, true);
             wait_copies<1>();
             others |= Lines<Key>::template brought_other<Part::WIDE>(part.values);
             others = __syncthreads_or(others);
@@ -537,11 +566,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
             part.follow();
             if (others) part.drop_others();
             part.enter(E, part.others, low, stop);
-            if (others) part.enter_others(values, start, low, stop, E);
+            if (others) part.enter_others(values, logits, start, low, stop);
         }
     }
-    // The largest logit of a latent is that of one of its threads.
-    __syncthreads();
+    // The largest logit of a latent is the one of some thread of it.
     float *const tops = part.sums;
 #pragma unroll
     for (int i = 0; i < 2; ++i) tops[threadIdx.x / Part::PAIRS * LATENTS + part.own_latent() + i] = part.top[i];
@@ -586,12 +614,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
     const Lines<Key> values(V + item * v_item + run.position * v_row + part.column, v_row, part.columns);
     const Lines<Key> rows(Q + item * q_item + run.row * q_row + part.latent, q_row, part.latents);
     const unsigned char *const seen = mask ? mask + item * mask_item + run.position * mask_row : nullptr;
-    const float *const scale = (threadIdx.x < STEPS ? largest : inverse) + item * T + run.row;
-    Ahead ahead;
     const auto arrive = [&](int start, int stage) {
-        const int steps = run.rows - start;
-        ahead.scale = threadIdx.x % STEPS < steps ? scale[start + threadIdx.x % STEPS] : 0;
-        ahead.read(enters && seen ? seen + start * mask_row : nullptr, mask_row, steps);
+        const int steps = run.rows - start, own = threadIdx.x % STEPS;
+        const float *const scale = threadIdx.x < STEPS ? largest : inverse;
+        float *const to = part.scales + 2 * stage * STEPS + threadIdx.x;
+        if (own < steps) copy_word_async(to, scale + item * T + run.row + start + own);
+        else *to = 0;
+        bring_mask(part.bits + 2 * stage, enters && seen ? seen + start * mask_row : nullptr, mask_row, steps);
         if (enters) logits.template arrive<LATENTS>(part.logits + stage * Part::STAGE, start, steps);
         rows.template arrive<LATENTS>(part.others + stage * Part::STAGE, start, steps);
     };
@@ -602,7 +631,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
         Key *const E = part.logits + here * Part::STAGE, *const w = part.others + here * Part::STAGE;
         commit_copies();
         wait_copies<0>();
-        ahead.settle(part.taken, part.scales);
+        part.taken = part.bits + 2 * here;
         __syncthreads();
         if (enters) values.template arrive<Part::WIDE>(part.values, start, steps);
         commit_copies();
@@ -620,7 +649,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
             }
             part.settle(E, low, enters ? steps : low);
             if (enters) stop = part.open(E, low, steps);
-            part.weigh(E, w, low, stop, enters);
+            part.weigh(E, w, part.scales + 2 * here * STEPS, low, stop, enters);
             if (enters) {
                 wait_copies<1>();
                 others |= Lines<Key>::template brought_other<Part::WIDE>(part.values);
@@ -636,19 +665,16 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
                 float y[2 * TILES][4] = {};
                 part.read(w, first, y);
                 if (enters) part.add_pairs(first, y);
-                if (others) part.add_others(values, start, low, stop, first, y);
+                if (others) part.add_others(values, logits, start, low, stop, first, y);
                 const long long at = run.row + start + first;
                 if (gated)
-                    Part::each_row(y, [&](int k, int c, float &sum) {
-                        if (first + k < low || first + k >= stop || c >= part.columns) return;
-                        const float beside = gate_value[item * gate_value_item + (at + k) * gate_value_row + part.column + c];
-                        sum = fmaf(gates[item * T + at + k] * lift(Key{}), beside, sum);
-                    });
+                    part.add_gated(y, low - first, stop - first, gates + item * T + at,
+                                   gate_value + item * gate_value_item + at * gate_value_row + part.column, gate_value_row);
                 part.write(y, low - first, stop - first, D, wide, Y, ((item * gridDim.z + blockIdx.z) * T + at) * D + part.column);
             }
             if (enters) {
                 part.enter(E, nullptr, low, stop);
-                if (others) part.enter_others(values, start, low, stop, E);
+                if (others) part.enter_others(values, logits, start, low, stop);
             }
         }
     }
