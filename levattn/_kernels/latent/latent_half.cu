@@ -194,7 +194,8 @@ struct Passage {
         }
     }
 
-    // Bring the sums of the latents of this thread between 1/2 and 1, and take the first logit that an empty one sees as its reference.
+    // Bring the sums of the latents of this thread between 1/2 and 1. The first logit that an empty latent sees becomes its
+    // reference.
     __device__ void settle(const Key *stage, int low, int stop) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -257,7 +258,7 @@ struct Passage {
         }
     }
 
-    // Sums are those of the numbers that are multiplied.
+    // Sums add the numbers that are multiplied.
     static __device__ unsigned int add(float (&sum)[2], const float (&e)[2]) {
         const unsigned int both = pack(Key{}, e[0], e[1]);
 #pragma unroll
@@ -299,8 +300,8 @@ struct Passage {
             for (int i = 0; i < 2; ++i) factors[own_latent() + i] = factor[i];
     }
 
-    // A lane's address of its line of four matrices: the second one is `down` octets of lines and `across` octets of columns
-    // away from the first, and the third one the other way.
+    // A lane's address of its line of four matrices. With `across`, the second one is beside the first, and the third one
+    // below; else the other way.
     static __device__ const Key *line(const Key *from, int pitch, bool across) {
         const int octet = lane() / 8, next = octet % 2 * 8, far = octet / 2 * 8;
         return from + (lane() % 8 + (across ? far : next)) * pitch + (across ? next : far);
