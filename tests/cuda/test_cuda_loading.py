@@ -107,7 +107,7 @@ def test_a_kernel_of_the_table_comes_the_same_way(nvrtc: Counted, monkeypatch: p
 def test_subnormal_numbers_stay_what_they_are(nvrtc: Counted, source: str) -> None:
     code = cuda_source.text(f"{source}.cu")
     names = [cuda_source.expression(name, choices[0]) for name, choices in cuda_source.KERNELS[source].items()]
-    # NVRTC's expf has an ex2.approx.ftz of numbers that it has scaled, and its log in double precision an rcp.approx.ftz
+    # NVRTC's expf has an ex2.approx.ftz of numbers that it has scaled, and its log of doubles an rcp.approx.ftz
     flushed = re.compile(rb"(?<!ex2\.approx)(?<!rcp\.approx)\.ftz")
     assert not flushed.search(compiled(nvrtc, code, names, "compute_80").code)
     assert flushed.search(compiled(nvrtc, code, names, "compute_80", ("-ftz=true",)).code)  # as CuPy would
