@@ -296,13 +296,18 @@ def coded(X: Any, format: str, bits: int, *, columns: bool) -> tuple[Codes, Any]
     from levattn.integrations.transformers.compression.coding import Coded
 
     rows = torch.from_numpy(np.ascontiguousarray(X)).to(getattr(torch, format))
-    held = Coded.of(rows, bits, columns=columns)
-    lows, steps = (array.view(torch.int16).numpy().view(np.uint16) for array in (held.lows, held.steps))
-    sizes, means = (None if array is None else array.numpy() for array in (held.sizes, held.means))
-    codes = Codes(held.codes.numpy(), lows, steps, sizes, means, held.width, bits)
-    out = np.full(held.shape, 7, np.uint16 if format == "bfloat16" else format)
-    cuda_decode.open_codes(codes[:5], codes.entries, bits, out)
+    codes = in_main_memory(Coded.of(rows, bits, columns=columns).stored)
+    out = np.full(codes.shape, 7, np.uint16 if format == "bfloat16" else format)
+    cuda_decode.open_codes(codes, out)
     return codes, out
+
+
+def in_main_memory(codes: Codes) -> Codes:
+    """The same with arrays of numpy."""
+    torch = pytest.importorskip("torch")
+    lows, steps = (array.view(torch.int16).numpy().view(np.uint16) for array in (codes.lows, codes.steps))
+    sizes, means = (None if array is None else array.numpy() for array in (codes.sizes, codes.means))
+    return Codes(codes.codes.numpy(), lows, steps, sizes, means, codes.width, codes.bits)
 
 
 def of_codes(step: Step, format: str, bits: int) -> tuple[Step, Step]:
@@ -369,14 +374,10 @@ def test_codes_are_opened_in_one_launch(bits: int, d: int, format: str, *, colum
 
     rows = torch.randn((2, 3, 11, d), generator=torch.Generator().manual_seed(d)) * torch.logspace(-2, 2, d) + 1
     coded = Coded.of(rows.to(getattr(torch, format)), bits, columns=columns)
-    held = coded.codes, coded.lows, coded.steps, coded.sizes, coded.means
-    lows, steps = (array.view(torch.int16).numpy().view(np.uint16) for array in held[1:3])
-    sizes, means = (None if array is None else array.numpy() for array in held[3:])
-    out = np.full(coded.shape, 7, np.uint16 if format == "bfloat16" else format)
-    entries = held[0].shape[-1] * 8 // bits // lows.shape[-1]
+    held, out = in_main_memory(coded.stored), np.full(coded.shape, 7, np.uint16 if format == "bfloat16" else format)
 
     def called(*_: Any) -> Any:
-        cuda_decode.open_codes((held[0].numpy(), lows, steps, sizes, means), entries, bits, out)
+        cuda_decode.open_codes(held, out)
         return out.copy()
 
     found, expected = widened(in_orders(called)), coded.opened().double().numpy()

@@ -609,7 +609,7 @@ def latent_room(V: Any) -> float:
     import torch
 
     kind = torch.finfo(V.dtype)
-    return float(V.abs().max()) * (7 * kind.eps / 2 if kind.bits == 16 else {32: 1e-5, 64: 1e-12}[kind.bits])
+    return 7 * kind.eps / 2 * float(V.abs().max()) if kind.bits == 16 else {32: 1e-5, 64: 1e-12}[kind.bits]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

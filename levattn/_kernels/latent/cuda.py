@@ -199,10 +199,10 @@ _MULTIPLIERS = 128  # threads of a block
 _TILE = 64  # columns of a tile; a block has one tile or two
 _CHUNK = 16  # steps of a chunk
 _APART = 8  # numbers between lines
+_PAIRS = 2 * 16 * 20 + 4 * 16  # numbers besides lines: weights of pairs of steps, and the scales of rows
 
 # As in latent_half.cu, which has the same blocks
 _HALF_CHUNK = 64
-_PAIRS = 2 * 16 * 20 + 4 * 16  # numbers besides lines: weights of pairs of steps, and the scales of rows
 
 # As in latent.cuh and latent.cu
 _CLASSES = {"float": (16, 32, 64, 128), "double": (32, 128)}  # latents of a block

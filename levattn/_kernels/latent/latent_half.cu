@@ -18,16 +18,12 @@
 #include "approximate.cuh"
 #include "finite.cuh"
 #include "runs.cuh"
+#include "spread.cuh"
 
 namespace {
 
-using Real = float;
-
-constexpr int STEPS = 64;     // positions of a chunk
-constexpr int THREADS = 128;  // of a block
-constexpr int WARPS = THREADS / 32;
-constexpr int TALL = 16, OCTET = 8;  // rows and columns of a product; it has TALL terms
-constexpr int PACK = 8;              // numbers of 16 bytes; lines in shared memory are so many apart
+constexpr int STEPS = 64;  // positions of a chunk
+constexpr int PACK = 8;    // numbers of 16 bytes; lines in shared memory are so many apart
 
 // Of a multiprocessor at a time, as many as its shared memory holds.
 template <int LATENTS>
@@ -102,12 +98,13 @@ struct Lines {
     }
 };
 
-// The passage of a block of threads through a run. A warp has the channels of TILES · 16 columns. A lane has, in the order
-// of C, two latents of two channels of S, for each octet of latents and each tile. For what is no product, a thread has two
-// latents, at OWN of the steps of a chunk; threads that have the same latents compute the same references and shifts.
+// The passage of a block of threads through a run. For what is no product, a thread has two latents, at OWN of the steps of
+// a chunk; threads that have the same latents compute the same references and shifts.
 template <typename Key, int LATENTS, int TILES, bool ROWS>
-struct Passage {
-    static constexpr int OCTETS = LATENTS / OCTET, PITCH = LATENTS + PACK, WIDE = TALL * TILES * WARPS, SPREAD = WIDE + PACK;
+struct Passage : Spread<LATENTS, TILES> {
+    using Sums = Spread<LATENTS, TILES>;
+    using Sums::channel, Sums::each_row, Sums::each_sum, Sums::g, Sums::OCTETS, Sums::S, Sums::t, Sums::WIDE;
+    static constexpr int PITCH = LATENTS + PACK, SPREAD = WIDE + PACK;
     static constexpr int NARROW = STEPS + PACK, PAIRS = LATENTS / 2, GROUPS = THREADS / PAIRS, OWN = STEPS / GROUPS;
     static constexpr int STAGE = STEPS * PITCH;
 
@@ -119,7 +116,6 @@ struct Passage {
     int *const raised;
     unsigned int *const bits;   // of the positions of two chunks that take part, two words each
     const unsigned int *taken;  // those of this chunk
-    float S[TILES][OCTETS][4];
     float reference[2], shift[2], total[2], top[2], factor[2];
 
     __device__ Passage(unsigned char *shared, int L, int D)
@@ -130,9 +126,6 @@ struct Passage {
           raised((int *)(scales + (ROWS ? 4 * STEPS : 0))), bits((unsigned int *)raised + 1), taken(bits) {}
 
     static __device__ int lane() { return threadIdx.x % 32; }
-    static __device__ int g() { return lane() / 4; }
-    static __device__ int t() { return lane() % 4; }
-    static __device__ int channel() { return threadIdx.x / 32 * TALL * TILES; }
     __device__ bool idle() const { return channel() >= columns; }
     static __device__ int own_latent() { return threadIdx.x % PAIRS * 2; }
     static __device__ int own_step() { return threadIdx.x / PAIRS * OWN; }
@@ -151,20 +144,7 @@ struct Passage {
             total[i] = sees && !is_finite(m) ? m - m : s;                           // NaN
             shift[i] = 0, factor[i] = 1, top[i] = nothing<float>();
         }
-        const float *const from = states ? states + (place * L + latent) * D + column : nullptr;
-        each_sum([&](int l, int c, float &sum) { sum = from && l < latents && c < columns ? from[(long long)l * D + c] : 0; });
-    }
-
-    // Call `use(latent, channel, sum)` for the entries of S in this lane.
-    template <typename Use>
-    __device__ void each_sum(Use use) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-            for (int j = 0; j < OCTETS; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    use(OCTET * j + 2 * t() + i % 2, channel() + TALL * tile + g() + i / 2 * 8, S[tile][j][i]);
+        this->load(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
     }
 
     __device__ unsigned int *word(Key *stage, int k) const { return (unsigned int *)(stage + k * PITCH + own_latent()); }
@@ -492,24 +472,7 @@ struct Passage {
             }
         __syncwarp();
     }
-
-    // Call `use(row, channel, y)` for the entries of 16 rows in this lane.
-    template <typename Use>
-    static __device__ void each_row(float (&Y)[2 * TILES][4], Use use) {
-#pragma unroll
-        for (int n = 0; n < 2 * TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) use(g() + i / 2 * 8, channel() + OCTET * n + 2 * t() + i % 2, Y[n][i]);
-    }
 };
-
-// Write a bit for each of the `positions` of a chunk from `mask` on that takes part.
-__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long mask_step, int positions) {
-    const int k = threadIdx.x;
-    if (k >= STEPS) return;
-    const unsigned int bits = __ballot_sync(ALL, k < positions && (!mask || mask[k * mask_step]));
-    if (k % 32 == 0) to[k / 32] = bits;
-}
 
 }  // namespace
 
@@ -532,7 +495,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
     const Lines<Key> values(V + item * v_item + run.position * v_row + part.column, v_row, part.columns);
     const unsigned char *const seen = mask ? mask + item * mask_item + run.position * mask_row : nullptr;
     part.begin(nullptr, nullptr, nullptr, 0, L, D);
-    bring_mask(part.bits, seen, mask_row, run.positions);
+    if (threadIdx.x < STEPS) bring_mask(part.bits, seen, mask_row, run.positions);
     logits.template arrive<LATENTS>(part.logits, 0, run.positions);
     for (int start = 0; start < run.positions; start += STEPS) {
         const int steps = min(run.positions - start, STEPS), next = start + STEPS, here = start / STEPS % 2;
@@ -544,7 +507,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
         values.template arrive<Part::WIDE>(part.values, start, steps);
         commit_copies();
         if (next < run.positions) {
-            bring_mask(part.bits + 2 * (1 - here), seen ? seen + next * mask_row : seen, mask_row, run.positions - next);
+            const unsigned char *const later = seen ? seen + next * mask_row : nullptr;
+            if (threadIdx.x < STEPS) bring_mask(part.bits + 2 * (1 - here), later, mask_row, run.positions - next);
             logits.template arrive<LATENTS>(part.logits + (1 - here) * Part::STAGE, next, run.positions - next);
         }
         commit_copies();
@@ -621,7 +585,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<LATENTS>)
         float *const to = part.scales + 2 * stage * STEPS + threadIdx.x;
         if (own < steps) copy_word_async(to, scale + item * T + run.row + start + own);
         else *to = 0;
-        bring_mask(part.bits + 2 * stage, enters && seen ? seen + start * mask_row : nullptr, mask_row, steps);
+        const unsigned char *const later = enters && seen ? seen + start * mask_row : nullptr;
+        if (threadIdx.x < STEPS) bring_mask(part.bits + 2 * stage, later, mask_row, steps);
         if (enters) logits.template arrive<LATENTS>(part.logits + stage * Part::STAGE, start, steps);
         rows.template arrive<LATENTS>(part.others + stage * Part::STAGE, start, steps);
     };

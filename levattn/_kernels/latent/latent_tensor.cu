@@ -17,16 +17,12 @@
 #include "tf32.cuh"
 #include "formats.cuh"
 #include "steps.cuh"
+#include "spread.cuh"
 
 namespace {
 
-using Real = float;
-
-constexpr int STEPS = 16;     // positions of a chunk, and the rows of a product
-constexpr int THREADS = 128;  // of a block
-constexpr int WARPS = THREADS / 32;
-constexpr int OCTET = 8;      // columns of a product, and the terms of its sums
-constexpr int LINE = 20;      // numbers from one row of A to the next
+constexpr int STEPS = 16;  // positions of a chunk, and the rows of a product, whose sums have OCTET terms
+constexpr int LINE = 20;   // numbers from one row of A to the next
 
 struct Split {
     float high, low;
@@ -60,12 +56,13 @@ struct Seen {
     long long mask_step;
 };
 
-// The passage of a block of threads through a run. A warp has the channels of TILES · 16 columns. A lane has, in the order
-// of C, two latents of two channels of S, for each octet of latents and each tile. The distance of lines of latents and of
-// values in shared memory lets a warp read different banks at a time.
+// The passage of a block of threads through a run. The distance of lines of latents and of values in shared memory lets a
+// warp read different banks at a time.
 template <int LATENTS, int TILES, bool ROWS>
-struct Chunks {
-    static constexpr int OCTETS = LATENTS / OCTET, PITCH = LATENTS + 8, WIDE = 16 * TILES * WARPS, SPREAD = WIDE + 8;
+struct Chunks : Spread<LATENTS, TILES> {
+    using Sums = Spread<LATENTS, TILES>;
+    using Sums::channel, Sums::each_row, Sums::each_sum, Sums::g, Sums::OCTETS, Sums::S, Sums::t, Sums::WIDE;
+    static constexpr int PITCH = LATENTS + 8, SPREAD = WIDE + 8;
 
     const Run run;
     const long long item;
@@ -73,7 +70,6 @@ struct Chunks {
     float *const logits, *const values, *const E, *const references, *const reached, *const lowered;
     unsigned int *const flags, *const taken;                      // two each, of chunks: seen, raised; not masked
     float *const weights, *const rising, *const sums, *const A, *const scales;  // only with ROWS
-    float S[TILES][OCTETS][4];
     float total, top;  // of one latent
 
     __device__ Chunks(unsigned char *shared, const Run &run, long long item, int L, int D)
@@ -84,10 +80,6 @@ struct Chunks {
           weights((float *)(taken + 4)), rising(weights + 2 * STEPS * PITCH), sums(rising + STEPS * PITCH),
           A(sums + STEPS * PITCH), scales(A + 2 * STEPS * LINE) {}
 
-    // Lanes have rows g and g + 8, and columns t and t + 4 or 2t and 2t + 1, of the factors.
-    static __device__ int g() { return threadIdx.x % 32 / 4; }
-    static __device__ int t() { return threadIdx.x % 4; }
-    static __device__ int channel() { return threadIdx.x / 32 * 16 * TILES; }
     __device__ bool idle() const { return channel() >= columns; }
     // The line and the latent of a thread, where threads share out both.
     static __device__ int own_latent() { return threadIdx.x % LATENTS; }
@@ -102,20 +94,7 @@ struct Chunks {
         total = begun ? sums_before[place * L + latent + l] : 0;
         top = nothing<float>();
         if (l < LATENTS) references[l] = begun ? before[place * L + latent + l] : nothing<float>();
-        const float *const from = states ? states + (place * L + latent) * D + column : nullptr;
-        each_sum([&](int l, int c, float &sum) { sum = from && l < latents && c < columns ? from[(long long)l * D + c] : 0; });
-    }
-
-    // Call `use(latent, channel, sum)` for the entries of S in this lane.
-    template <typename Use>
-    __device__ void each_sum(Use use) {
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-            for (int j = 0; j < OCTETS; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    use(OCTET * j + 2 * t() + i % 2, channel() + 16 * tile + g() + i / 2 * 8, S[tile][j][i]);
+        this->load(states ? states + (place * L + latent) * D + column : nullptr, latents, columns, D);
     }
 
     // Bring the logits and values of a chunk, from step `start` on, to one of the two places.
@@ -364,15 +343,6 @@ struct Chunks {
     }
 
     __device__ float pair(int row, int u) const { return A[row * LINE + u] + A[(STEPS + row) * LINE + u]; }
-
-    // Call `use(row, channel, y)` for the entries of rows in this lane.
-    template <typename Use>
-    static __device__ void each_row(float (&Y)[2 * TILES][4], Use use) {
-#pragma unroll
-        for (int n = 0; n < 2 * TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) use(g() + i / 2 * 8, channel() + 8 * n + 2 * t() + i % 2, Y[n][i]);
-    }
 };
 
 }  // namespace

@@ -32,6 +32,13 @@ __device__ inline Real nothing() {
     return (Real)__int_as_float(0xff800000);  // −∞
 }
 
+// Write one bit for each position that takes part, a word for each warp that calls this.
+__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long step, int positions) {
+    const int k = threadIdx.x;
+    const unsigned int taken = __ballot_sync(ALL, k < positions && (!mask || mask[k * step]));
+    if (k % 32 == 0) to[k / 32] = taken;
+}
+
 }  // namespace
 
 // The parameters of kernels that begin with states (b, slots, L[, D]).

@@ -19,13 +19,6 @@ __device__ inline void bring(Real *to, int pitch, const Real *from, long long st
             copy_later(to + row * pitch + column, from + row * step + column);
 }
 
-// Write one bit for each of at most 32 positions that takes part. For the first warp.
-__device__ inline void bring_mask(unsigned int *to, const unsigned char *mask, long long step, int positions) {
-    const int lane = threadIdx.x;
-    const unsigned int taken = __ballot_sync(ALL, lane < positions && (!mask || mask[lane * step]));
-    if (lane == 0) *to = taken;
-}
-
 // Collect the bits of all threads.
 __device__ inline void collect(unsigned int *to, unsigned int bits) {
 #pragma unroll

@@ -47,7 +47,7 @@ def head_list(heads: Sequence[int]) -> tuple[int, int] | None:
 
 
 class Codes(NamedTuple):
-    """Rows of few bits, in arrays without gaps; see codes.cuh. `width` is the number of columns."""
+    """Rows (..., s, width) of few bits, in arrays without gaps, as `Coded` of the adapters has them; see codes.cuh."""
 
     codes: Any
     lows: Any
@@ -56,6 +56,16 @@ class Codes(NamedTuple):
     means: Any
     width: int
     bits: int
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays that there are."""
+        return [array for array in self[:5] if array is not None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return (*self.codes.shape[:-1], self.width)
 
     @property
     def entries(self) -> int:
@@ -112,7 +122,7 @@ class HeldSlots:
         pack, listed, codes, coded = _PACK // itemsize, head_list(heads), _NO_CODES, isinstance(keys, Codes)
         if coded != isinstance(values, Codes) or listed is None:
             return None
-        first, (d, D) = keys.codes if coded else keys, (_width(keys), _width(values))
+        (*shape, d), D = keys.shape, values.shape[-1]
         if not d or not D:
             return None
         if coded:
@@ -126,12 +136,8 @@ class HeldSlots:
             rows = [*each[0], *each[1]]
             if d % pack or D % pack or not all(_in_packs(pack, *part) for part in each):
                 pack = 1
-        arrays, device = [*rows, *with_steps(weights, 2)], getattr(first, "device", None)
-        return cls(device, tuple(first.shape[:3]), d, D, pack, listed, coded, arrays, codes)
-
-
-def _width(rows: Any) -> int:
-    return int(rows.width if isinstance(rows, Codes) else rows.shape[3])
+        arrays, device = [*rows, *with_steps(weights, 2)], getattr(keys.codes if coded else keys, "device", None)
+        return cls(device, (shape[0], shape[1], shape[2]), d, D, pack, listed, coded, arrays, codes)
 
 
 def _sizes(coded: Codes) -> tuple[int, int]:
@@ -181,12 +187,11 @@ def attend_token(
     return True
 
 
-def open_codes(coded: tuple[Any, ...], entries: int, bits: int, rows: Any) -> None:
-    """Write rows (..., s, d) of codes, lows, steps, sizes and means, or None; see codes.cu."""
-    codes, lows, steps, sizes, means = coded
-    (s, d), w, blocks = rows.shape[-2:], codes.shape[-1], lows.shape[-1]
+def open_codes(coded: Codes, rows: Any) -> None:
+    """Write rows (..., s, d) of codes; see codes.cu."""
+    s, d = rows.shape[-2:]
     grid = math.prod(rows.shape[:-2]), -(-s // _OPENED), -(-d // 32)
-    arguments = [codes, lows, steps, sizes, means, s, d, w, blocks, entries, bits, rows]
+    arguments = [*coded[:5], s, d, *_sizes(coded), coded.entries, coded.bits, rows]
     launch("codes", "open_codes", (stored(rows.dtype),), grid, arguments)
 
 

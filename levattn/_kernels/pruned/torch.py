@@ -33,7 +33,6 @@ from levattn._kernels.pruned.definition import from_rows
 from levattn._kernels.pruned.fused import ENTRIES, is_fused, mixed_by_fused, widened
 from levattn._kernels.tensors import (
     are_plain_on_device,
-    has_kernels,
     has_tangent,
     in_plain_memory,
     is_read_there,
@@ -271,7 +270,7 @@ def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any
     heads. Keys and values have the dtype `kind`, or are `Codes` of such rows.
     """
     numbers = [x for group in slots for x in group[:2] if not isinstance(x, Codes)]
-    codes = [x for group in slots for rows in group[:2] if isinstance(rows, Codes) for x in rows[:5] if x is not None]
+    codes = [x for group in slots for rows in group[:2] if isinstance(rows, Codes) for x in rows.arrays]
     weights = [group[2] for group in slots if group[2] is not None]
     every = [*numbers, *codes, *weights]
     if kind not in _DECODED or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
@@ -282,7 +281,7 @@ def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any
         return None
     if not are_plain_on_device((*numbers, *weights)):
         return None
-    if not is_read_there(codes) or not all(x.is_contiguous() for x in codes):
+    if not _are_read_as_codes(codes):
         return None
     held = [HeldSlots.of(*group, kind.itemsize) for group in slots]
     return None if None in held else cast(tuple[HeldSlots, ...], tuple(held))
@@ -321,18 +320,19 @@ def attended_token(
 
 
 @where_arrays_are
-def opened_codes(coded: tuple[Any, ...], shape: tuple[int, ...], bits: int, dtype: Any) -> Any:
-    """Return rows (..., s, d) of codes by a kernel of a device, or None where it does not run; see `Coded`."""
-    arrays = [array for array in coded if array is not None]
-    if dtype not in _DECODED or not math.prod(shape) or coded[0].device.type != "cuda":
-        return None
-    if not all(has_kernels(array) and array.is_contiguous() for array in arrays) or not is_read_there(arrays):
+def opened_codes(coded: Codes, dtype: Any) -> Any:
+    """Return rows (..., s, d) of codes by a kernel of a device, or None where it does not run."""
+    if dtype not in _DECODED or not math.prod(coded.shape) or not _are_read_as_codes(coded.arrays):
         return None
     if torch.cuda.is_current_stream_capturing():
         return None
-    rows, blocks, held = coded[0].new_empty(shape, dtype=dtype), coded[1].shape[-1], coded[0].shape[-1] * 8 // bits
-    cuda_decode.open_codes(coded, held // blocks, bits, rows)
+    rows = coded.codes.new_empty(coded.shape, dtype=dtype)
+    cuda_decode.open_codes(coded, rows)
     return rows
+
+
+def _are_read_as_codes(arrays: list[Any]) -> bool:
+    return is_read_there(arrays) and all(array.is_contiguous() for array in arrays)
 
 
 def cluster(X: Any, weight: Any, R: int, iterations: int) -> tuple[Any, Any]:

@@ -209,8 +209,8 @@ def latte(
     positions are in float64, so that errors do not grow with T. Sums are divided only when a row reads them, so
     values beyond about 1e28 in float32, or 1e298 in float64, may overflow. The largest logit that a row sees is
     subtracted in every exponential. So the result is accurate whatever the size of the logits, and does not depend
-    on later positions. On a CUDA device, arrays of one format of 16 bits stay as they are, and so do the factors of
-    products. Then a row is off by at most six roundings of that format (2⁻¹¹ for float16, 2⁻⁸ for bfloat16) of the
+    on later positions. On a CUDA device, arrays of one format of 16 bits stay as they are, and weights are rounded
+    to it. Then a row is off by at most six roundings of that format (2⁻¹¹ for float16, 2⁻⁸ for bfloat16) of the
     largest value.
 
     In torch, gradients reach `q_logits`, `k_logits` and V through an operator that ``torch.compile`` keeps whole.

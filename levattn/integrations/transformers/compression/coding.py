@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from levattn._kernels.codes import open_rows
+from levattn._kernels.pruned.cuda_decode import Codes
 from levattn._kernels.pruned.torch import opened_codes
 from levattn._kernels.tensors import in_plain_memory, memory_of
 
@@ -68,7 +69,7 @@ class Coded:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the rows."""
-        return (*self.codes.shape[:-1], self.width)
+        return self.stored.shape
 
     @property
     def device(self) -> Any:
@@ -83,15 +84,18 @@ class Coded:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        arrays = self.codes, self.lows, self.steps, self.sizes, self.means
-        return sum(int(array.nbytes) for array in arrays if array is not None)
+        return sum(int(array.nbytes) for array in self.stored.arrays)
+
+    @property
+    def stored(self) -> Codes:
+        """The arrays as kernels take them."""
+        return Codes(self.codes, self.lows, self.steps, self.sizes, self.means, self.width, self.bits)
 
     def opened(self, dtype: Any = None) -> Any:
         """Return the rows, in their dtype or another one."""
         kind = torch.promote_types(self.dtype, torch.float32)
         if dtype is None or dtype == self.dtype:
-            coded = self.codes, self.lows, self.steps, self.sizes, self.means
-            found = opened_codes(coded, self.shape, self.bits, self.dtype)
+            found = opened_codes(self.stored, self.dtype)
             if found is not None:
                 return found
         b, m = self._of_columns(kind)

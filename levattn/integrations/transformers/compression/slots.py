@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
-from levattn._kernels.pruned.cuda_decode import Codes, HeldSlots
+from levattn._kernels.pruned.cuda_decode import HeldSlots
 from levattn._kernels.pruned.fused import SCALES, attended_slots
 from levattn._kernels.pruned.torch import attended_token, held_slots
 from levattn._kernels.tensors import memory_of, tensor_of
@@ -424,9 +424,7 @@ def _as_stored(rows: Any, dtype: Any) -> Any:
     """Return numbers as they are and codes as kernels take them, or None for rows of another dtype."""
     if rows.dtype != dtype:
         return None
-    if not isinstance(rows, Coded):
-        return rows
-    return Codes(rows.codes, rows.lows, rows.steps, rows.sizes, rows.means, rows.width, rows.bits)
+    return rows.stored if isinstance(rows, Coded) else rows
 
 
 def _on_device(q: Any) -> bool:
