@@ -85,6 +85,11 @@ def _has_begun(torch: Any) -> bool:
     return initialized is not None and bool(initialized())
 
 
+def place_of_torch() -> tuple[int, int] | None:
+    """Return the device and the stream of torch on which CuPy works in this thread, or None if it does not."""
+    return getattr(_entered, "stream", None)
+
+
 def on_a_device(value: Any) -> bool:
     """Tell whether a value is, or holds, an array on a CUDA device."""
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))

@@ -8,11 +8,14 @@ kernel that can run.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +28,21 @@ __all__ = [
     "THREADS",
     "TYPES",
     "WORDS",
+    "Launch",
+    "Tape",
     "expression",
+    "is_taping",
+    "keeps",
     "launch",
     "layout",
     "namespace",
+    "new_array",
     "on_device",
+    "pointer_to",
+    "run_kernel",
     "shared_limit",
     "stored",
+    "taped",
     "text",
     "with_rows",
     "with_steps",
@@ -183,9 +194,71 @@ def stored(dtype: Any) -> str:
     return TYPES["bfloat16" if dtype == np.uint16 else dtype_name(dtype)]
 
 
+class Launch(NamedTuple):
+    """A kernel with its types and its grid."""
+
+    source: str
+    name: str
+    types: tuple[str, ...]
+    grid: tuple[int, ...]  # of three numbers
+    threads: int
+    shared: int
+
+
+@dataclass
+class Tape:
+    """The work of a call on a device: arrays that `new_array` makes, arrays that `on_device` sends, and launches."""
+
+    made: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
+    launches: list[tuple[Launch, Sequence[Any]]] = field(default_factory=list)
+
+
+class _Running(threading.local):
+    tape: Tape | None = None
+
+
+_RUNNING = _Running()
+
+
+@contextmanager
+def taped() -> Iterator[Tape]:
+    """Give a tape that notes the work of this thread in the block."""
+    before, tape = _RUNNING.tape, Tape()
+    _RUNNING.tape = tape
+    try:
+        yield tape
+    finally:
+        _RUNNING.tape = before
+
+
+def is_taping() -> bool:
+    """Tell whether this thread notes its calls on a tape."""
+    return _RUNNING.tape is not None
+
+
+def keeps(array: Any) -> None:
+    """Note an array on the device whose numbers are the same in every call of the kind."""
+    if _RUNNING.tape is not None:
+        _RUNNING.tape.sent.append(array)
+
+
+def new_array(shape: Sequence[int], dtype: Any = np.float64) -> Any:
+    """Return a new array on the device, for a kernel to write."""
+    made = namespace().empty(shape, dtype)
+    if _RUNNING.tape is not None:
+        _RUNNING.tape.made.append(made)
+    return made
+
+
 def on_device(array: Any, dtype: Any = None) -> Any:
     """Return an array on the device, contiguous, and copied there if it is numpy's; None for None."""
-    return None if array is None else namespace().asarray(array, dtype, order="C")
+    if array is None:
+        return None
+    found = namespace().asarray(array, dtype, order="C")
+    if isinstance(array, np.ndarray):
+        keeps(found)
+    return found
 
 
 def with_steps(array: Any, axes: int) -> list[Any]:
@@ -222,12 +295,30 @@ def launch(
     """
     if 0 in grid:
         return
-    kernel = _compiled(source, name, tuple(types), namespace().cuda.runtime.getDevice())
-    if shared > _PLAIN_SHARED and shared > kernel.max_dynamic_shared_size_bytes:
-        kernel.max_dynamic_shared_size_bytes = shared
-    kinds = layout(source, name)
+    what = Launch(source, name, tuple(types), (*grid, 1, 1)[:3], threads, shared)
+    if _RUNNING.tape is not None:
+        _RUNNING.tape.launches.append((what, arguments))
+    kernel, kinds = _ready(what), layout(source, name)
     given = [_address(x) if kind == "P" else x for kind, x in zip(kinds, arguments, strict=True)]
-    kernel((*grid, 1, 1)[:3], (threads, 1, 1), given, shared_mem=shared)
+    kernel(what.grid, (threads, 1, 1), given, shared_mem=shared)
+
+
+def run_kernel(what: Launch, given: list[Any]) -> None:
+    """Run a kernel on the current stream; `given` are numbers, and addresses of arrays."""
+    _ready(what)(what.grid, (what.threads, 1, 1), given, shared_mem=what.shared)
+
+
+def _ready(what: Launch) -> Any:
+    """Return a kernel for the current device, which may take its shared memory."""
+    kernel = _compiled(what.source, what.name, what.types, namespace().cuda.runtime.getDevice())
+    if what.shared > _PLAIN_SHARED and what.shared > kernel.max_dynamic_shared_size_bytes:
+        kernel.max_dynamic_shared_size_bytes = what.shared
+    return kernel
+
+
+def pointer_to(array: Any) -> Any:
+    """Return where an array or tensor begins, 0 for None, as a kernel takes it."""
+    return _address(array)
 
 
 def _address(array: Any) -> Any:  # the tests put another in its place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -126,6 +126,20 @@ def namespace_of(array: Any) -> Any:
 
         return functions
     return array_namespace(array)
+
+
+def launched_again(name: str, arrays: tuple[Any, ...], others: Hashable, call: Callable[[], Any]) -> Any:
+    """Return the array that `call` returns; for plain tensors on a device by its kept launches, if there are any.
+
+    `arrays`: all that it reads. `others`: its other arguments, of types that compare as they differ.
+    """
+    if not compiling() and is_torch(arrays[0]) and arrays[0].is_cuda:
+        from levattn._kernels import tensors
+
+        found = tensors.repeated_on_device(name, arrays, others, call)
+        if found is not None:
+            return found
+    return call()
 
 
 def plain_arrays(*arrays: Any) -> tuple[tuple[Any, ...], bool]:

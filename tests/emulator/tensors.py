@@ -16,7 +16,20 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "view", "_unsafe_view", "set_", "alias")
+from levattn._kernels import repeats
+
+_FREE = (
+    "empty",
+    "new_empty",
+    "new_empty_strided",
+    "empty_like",
+    "empty_strided",
+    "detach",
+    "view",
+    "_unsafe_view",
+    "set_",
+    "alias",
+)
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
@@ -94,6 +107,10 @@ def on_devices(function: Any, args: Any, options: dict[str, Any]) -> Any:
     if (devices or there) and not views and name not in _FREE:
         Devices.last.ran.append(name)
     result = _attended(*args, **options) if function is _FLASH else function(*args, **options)
+    if name.startswith("new_empty"):  # what nobody has written is NaN
+        result.as_strided((result.untyped_storage().nbytes() // result.element_size(),), (1,), 0).view(
+            torch.uint8
+        ).fill_(255)
     return tree_map(lambda x: CudaTensor(x, devices[0]) if devices and isinstance(x, torch.Tensor) else x, result)
 
 
@@ -138,6 +155,7 @@ class Streams(threading.local):
 def torch_on_devices(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Let torch say that it has CUDA devices, until the test ends; return its current streams."""
     streams = Streams()
+    repeats.forget_calls()  # calls of other tests, whose geometry may have been another
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

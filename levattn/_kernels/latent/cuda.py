@@ -23,6 +23,7 @@ from levattn._kernels.cuda_source import (
     TYPES,
     launch,
     namespace,
+    new_array,
     on_device,
     shared_limit,
     stored,
@@ -174,16 +175,16 @@ def step_at_once(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tupl
     Q, K and V may be contiguous tensors, and the output then is one. None for more rows, or more latents than fit into
     shared memory.
     """
-    xp, (b, T, L), D = namespace(), Q.shape, V.shape[2]
+    (b, T, L), D = Q.shape, V.shape[2]
     shared = 3 * 8 * T * L
     if not 0 < T <= _ROWS or shared + _STATIC > shared_limit():
         return None
     before = [None if state is None else on_device(part, np.float64) for part in state or (None,) * 3]
-    after = xp.empty((b, L)), xp.empty((b, L)), xp.empty((b, L, D))
+    after = new_array((b, L)), new_array((b, L)), new_array((b, L, D))
     if hasattr(V, "new_empty"):
         given, Y = (Q, K, V), V.new_empty((b, T, D))
     else:
-        given, Y = (with_rows(Q), with_rows(K), with_rows(V)), xp.empty((b, T, D), V.dtype)
+        given, Y = (with_rows(Q), with_rows(K), with_rows(V)), new_array((b, T, D), V.dtype)
     arguments = [step for array in given for step in with_steps(array, 2)]
     arguments += [*with_steps(mask, 2), T, L, D, *before, Y, *after]
     grid = (b, -(-D // _COLUMNS))
@@ -215,7 +216,7 @@ def forward(x: LatentArguments) -> Any:
     """Return the output (b, T, D) of latent attention; see `LatentArguments`."""
     work = _Work(x)
     if not work.T:
-        return namespace().empty((work.b, 0, work.D), x.V.dtype)
+        return new_array((work.b, 0, work.D), x.V.dtype)
     starts = work.starts() if x.causal else work.everything()
     return work.rows(work.row_weights(), starts)
 
@@ -247,16 +248,16 @@ def step(Q: Any, K: Any, V: Any, mask: Any, state: State | None) -> tuple[Any, S
 
 def summary(K: Any, V: Any, mask: Any, offsets: npt.NDArray[np.int64]) -> State:
     """Return the state of all positions of each sequence, in float64."""
-    no_rows = namespace().empty((len(K), 0, K.shape[2]), K.dtype)
+    no_rows = new_array((len(K), 0, K.shape[2]), K.dtype)
     work = _Work(LatentArguments(no_rows, K, V, offsets, causal=False, mask=mask), own=False)
     return work.totals()
 
 
 def joined(state: State, other: State) -> State:
     """Return the joined state of two states, whose arrays are (..., L) and (..., L, D) in float64."""
-    xp, D = namespace(), state[2].shape[-1]
+    D = state[2].shape[-1]
     arguments = [on_device(part, np.float64) for part in (*state, *other)]
-    m, s, S = (xp.empty(part.shape) for part in state)
+    m, s, S = (new_array(part.shape) for part in state)
     blocks = -(-m.size * max(D, 1) // THREADS)
     launch("latent", "join_states", (), (blocks,), [*arguments, m.size, D, m, s, S])
     return m, s, S
@@ -266,7 +267,7 @@ def decayed_scan(a: Any, x: Any, first: Any = None, *, reverse: bool = False) ->
     """Return ``h_t = a_t h_{t−1} + x_t`` for (b, T, C), from `first` (b, C) or 0; see `definition` for `reverse`."""
     xp, (b, T, C) = namespace(), x.shape
     dtype = np.result_type(a.dtype, x.dtype)
-    out = xp.empty((b, T, C), dtype)
+    out = new_array((b, T, C), dtype)
     before = None if first is None or reverse else on_device(first, dtype)
     a, x = (part.astype(dtype, copy=False) for part in (xp.broadcast_to(a, x.shape), x))
     if T:
@@ -340,8 +341,8 @@ class _Work:
 
     def _combined(self, runs: Runs, totals: Any = None) -> tuple[_Starts, State]:
         """Return the states before runs, and with `totals`, a dtype, the state of all positions."""
-        xp, shape = namespace(), (self.b, len(runs), self.L)
-        maxima, sums, states = (xp.empty(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
+        shape = (self.b, len(runs), self.L)
+        maxima, sums, states = (new_array(each, self.dtype) for each in (shape, shape, (*shape, self.D)))
         if runs.any(FOLLOWED):
             tail = [*runs.arguments, self.L, self.D, maxima, sums, states]
             if self.real == "float":
@@ -350,10 +351,10 @@ class _Work:
                 block = self._block(len(runs))
                 self._walk("sum_runs", runs, block, [*self.positions, *tail], _Shared(2, 2, 3))
         before = [on_device(part, np.float64) for part in self.x.state or [None] * 3]
-        entered, kept, gained = (xp.empty(each) for each in ((self.b, self.n, self.L), shape, shape))
+        entered, kept, gained = (new_array(each) for each in ((self.b, self.n, self.L), shape, shape))
         whole: Any = [None] * 3
         if totals is not None:
-            whole = [xp.empty((self.b, self.n, self.L, *rest), totals) for rest in ((), (), (self.D,))]
+            whole = [new_array((self.b, self.n, self.L, *rest), totals) for rest in ((), (), (self.D,))]
         sizes = [self.b, self.n, self.L]
         arguments = [*runs.listed, *sizes, *before[:2], maxima, sums, entered, kept, gained, *whole[:2]]
         launch("latent", "combine_sums", self._types(whole[0]), (-(-self.b * self.n * self.L // THREADS),), arguments)
@@ -374,12 +375,12 @@ class _Work:
 
     def row_weights(self) -> list[Any]:
         """Return the largest logit of each row, the inverse of its sum of exponentials, and the weight of its gate."""
-        xp, runs, x = namespace(), self.row_runs, self.x
-        first = xp.empty((self.b, self.n, self.L), np.int32)
+        runs, x = self.row_runs, self.x
+        first = new_array((self.b, self.n, self.L), np.int32)
         maxima = None if x.state is None else on_device(x.state[0], np.float64)
         arguments = [*_rows(x.K), *with_steps(x.mask, 2), self.bounds, self.n, maxima, self.L, first]
         launch("latent", "find_first", (self.key,), (self.n * self.b, -(-self.L // 32)), arguments)
-        found = [xp.empty((self.b, self.T), self.dtype) for _ in range(3)]
+        found = [new_array((self.b, self.T), self.dtype) for _ in range(3)]
         if x.gate is None:
             found[2] = None
         sizes = [self.n, self.L, self.T]
@@ -389,7 +390,7 @@ class _Work:
 
     def rows(self, weights: list[Any], starts: _Starts) -> Any:
         """Return the output."""
-        xp, runs, x, shape = namespace(), self.row_runs, self.x, (self.b, self.slices, self.T, self.D)
+        runs, x, shape = self.row_runs, self.x, (self.b, self.slices, self.T, self.D)
         tail = [
             *_rows(x.Q),
             *_rows(x.gate_value),
@@ -401,17 +402,17 @@ class _Work:
             self.T,
         ]
         if self.real == "double":
-            parts = xp.empty(shape, self.dtype)
+            parts = new_array(shape, self.dtype)
             held = _Shared(4, 2 if x.gate is None else 4, 2, others=6)
             self._walk("write_rows", runs, self._block(len(runs)), [*self.positions, *tail, parts], held)
             return _summed(parts)
         wide = self.slices > 1
-        parts = xp.empty(shape, self.dtype if wide else x.V.dtype)
+        parts = new_array(shape, self.dtype if wide else x.V.dtype)
         halves = [] if self.key == "float" else [wide]
         self._multiply("rows", runs, [*self.positions, *tail, *halves, parts])
         if not wide:
             return _summed(parts)
-        out = xp.empty((self.b, self.T, self.D), x.V.dtype)
+        out = new_array((self.b, self.T, self.D), x.V.dtype)
         blocks = -(-out.size // THREADS)
         arguments = [parts, self.b, self.slices, self.T * self.D, out]
         launch("latent_tensor", "add_slices", (self.key,), (blocks,), arguments)
@@ -421,21 +422,21 @@ class _Work:
 
     def gradients(self, dY: Any, weights: list[Any], starts: _Starts) -> tuple[Any, Any, Any, Any, Any]:
         """Return the gradients of Q, K, V, the gate and its values."""
-        xp, x = namespace(), self.x
+        x = self.x
         b, T, U, L, D = self.b, self.T, self.U, self.L, self.D
         threads, columns = block = self._block(None)
-        E, c = xp.empty((b, U, L), self.dtype), xp.empty((b, T, L), self.dtype)
-        read = xp.empty((b, columns, T, L), self.dtype)
+        E, c = new_array((b, U, L), self.dtype), new_array((b, T, L), self.dtype)
+        read = new_array((b, columns, T, L), self.dtype)
         crossing = x.causal and self.row_runs.any(FOLLOWED)
-        kept, given = (xp.empty((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
+        kept, given = (new_array((b, len(self.row_runs), L)) if crossing else None for _ in range(2))
         sizes = [L, D, T]
         arguments = [*self.positions, *_rows(dY), *starts.arguments, *self.row_runs.arguments, *sizes, U]
         arguments += [E, c, read, kept, given]
         self._walk("trace_runs", self.row_runs, block, arguments, _Shared(2 + threads // 32, 4, 2))
         growths = _summed(read)
-        dQ, dgate, dgate_value = xp.empty((b, T, L), self.dtype), None, None
+        dQ, dgate, dgate_value = new_array((b, T, L), self.dtype), None, None
         if x.gate is not None:
-            dgate, dgate_value = xp.empty((b, T), self.dtype), xp.empty((b, T, D), self.dtype)
+            dgate, dgate_value = new_array((b, T), self.dtype), new_array((b, T, D), self.dtype)
         arguments = [*_rows(x.Q), *_rows(dY), *_rows(x.gate_value), *weights, *self.row_runs.arguments, *sizes]
         arguments += [c, growths, dQ, dgate, dgate_value]
         launch("latent_back", "finish_rows", (self.real,), self._pieces(self.row_runs, ROWS), arguments)
@@ -453,12 +454,12 @@ class _Work:
         sizes = [L, D, self.T, self.U]
         runs, coming = self.row_runs, [None, None, 0]
         if kept is not None or not self.x.causal:
-            flows, sums = xp.empty((b, len(runs), L, D), self.dtype), xp.empty((b, len(runs), L), self.dtype)
+            flows, sums = new_array((b, len(runs), L, D), self.dtype), new_array((b, len(runs), L), self.dtype)
             arguments = [*_rows(None), *read, *runs.arguments, *sizes, *coming, flows, sums, None, None]
             self._walk("flow_back", runs, block, arguments, _Shared(6, 2, 1), "true")
             whole: Any = [None, None]
             if not self.x.causal:
-                whole = [xp.empty((b, self.n, L, D), self.dtype), xp.empty((b, self.n, L), self.dtype)]
+                whole = [new_array((b, self.n, L, D), self.dtype), new_array((b, self.n, L), self.dtype)]
             factors = [None, None, kept, None, given]
             for part, all_of_it in zip((flows, sums), whole, strict=True):
                 self._scan(runs, ROWS, part, factors, all_of_it, backwards=True)

@@ -29,6 +29,7 @@ from levattn._core.types import Int64
 from levattn._kernels.cuda_source import (
     launch,
     namespace,
+    new_array,
     on_device,
     shared_limit,
     stored,
@@ -203,7 +204,7 @@ class _Work:
 
     def gradients(self, dY: Any, squares: Any, starts: Any, P: Any, levels: Any) -> tuple[Any, Any, Any]:
         """Return the gradients of W, temperature and offset."""
-        xp, x = namespace(), self.x
+        x = self.x
         dY, dW = self._readable(dY), self._like_tokens(self.dtype)
         V = min(_BACK_UNITS, self._units(self.W), self._units(dY))
         through = self.adds and self.begins  # whether runs depend on earlier runs
@@ -216,7 +217,7 @@ class _Work:
             )
             coming = self._scan(flows, backwards=True)[0]
         doffset = None if x.offset is None else self._memberships()
-        temperatures = xp.empty((self.b, self.plan.runs, self.h))
+        temperatures = new_array((self.b, self.plan.runs, self.h))
         e = self._memberships() if diagonal else None
         flows = self._sums() if diagonal and through else None
         temperature = with_steps(x.temperature, 2)
@@ -247,7 +248,7 @@ class _Work:
         if sums is None:  # without runs, sequences end with their first sums
             firsts = xp.zeros(self.n + 1, np.int64)
         if not self.x.causal:
-            totals = xp.empty((self.b, self.n, self.pitch), self.dtype)
+            totals = new_array((self.b, self.n, self.pitch), self.dtype)
         after = self._empty_sums() if whole else (None, None)
         grid = (self.b * self.n, -(-(self.h * self.d + self.h) // _COLUMNS))
         arguments = [firsts, self.n, self._rates, self._counts, *before, *self._sizes, backwards, sums, totals, *after]
@@ -257,15 +258,15 @@ class _Work:
     @cached_property
     def _counts(self) -> Any:
         """Return an array for the number of tokens of each run that take part, if sums decay; a pass writes it."""
-        return None if self._rates is None else namespace().empty((self.b, self.plan.runs), np.int32)
+        return None if self._rates is None else new_array((self.b, self.plan.runs), np.int32)
 
     def _states(self, sums: Any) -> tuple[Any, ...]:
         return tuple(on_device(part, np.float64) for part in sums)
 
     def _empty_sums(self) -> tuple[Any, Any]:
         """Return arrays for a sum of each sequence and its weight."""
-        xp, shape = namespace(), (self.b, self.h, self.n)
-        return xp.empty((*shape, self.d)), xp.empty(shape)
+        shape = (self.b, self.h, self.n)
+        return new_array((*shape, self.d)), new_array(shape)
 
     # -- geometry ----------------------------------------------------------------------
 
@@ -320,13 +321,13 @@ class _Work:
         return V if all(step % V == 0 for step in (self.d, *steps)) else 1
 
     def _sums(self) -> Any:
-        return namespace().empty((self.b, self.plan.runs, self.pitch), self.dtype)
+        return new_array((self.b, self.plan.runs, self.pitch), self.dtype)
 
     def _memberships(self) -> Any:
-        return namespace().empty((self.b, self.h, self.T), self.dtype)
+        return new_array((self.b, self.h, self.T), self.dtype)
 
     def _like_tokens(self, dtype: Any) -> Any:
         """Return an array of the shape of W, with the heads of a token side by side if W has them so."""
         if self.W.strides[1] < self.W.strides[2]:
-            return namespace().empty((self.b, self.T, self.h, self.d), dtype).transpose(0, 2, 1, 3)
-        return namespace().empty((self.b, self.h, self.T, self.d), dtype)
+            return new_array((self.b, self.T, self.h, self.d), dtype).transpose(0, 2, 1, 3)
+        return new_array((self.b, self.h, self.T, self.d), dtype)

@@ -17,6 +17,7 @@ from levattn.attention.arguments import (
     cumulative,
     dense_arrays,
     latent_attention,
+    launched_again,
     plain_arrays,
     reshaped,
     stack_arguments,
@@ -237,15 +238,24 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
-    (q_logits, k_logits, V), tensors = plain_arrays(q_logits, k_logits, V)
-    steps = return_state and causal and offsets is None
-    if mask is None and offsets is None:
-        stepped = plain_step(q_logits, k_logits, V, state) if steps else None
+    (Q, K, V), tensors = plain_arrays(q_logits, k_logits, V)
+    arrays = Q, K, V
+    if mask is None and offsets is None and state is None and not return_state:
+        Y = plain_call(Q, K, V, bool(causal))
+        if Y is None:
+            Y = launched_again("latte", arrays, bool(causal), lambda: _answer(arrays, causal, None, None, None, False))
+        return as_given(Y, tensors)
+    if mask is None and offsets is None and causal and return_state:
+        stepped = plain_step(Q, K, V, state)
         if stepped is not None:
             return as_given(stepped[0], tensors), stepped[1]
-        Y = plain_call(q_logits, k_logits, V, bool(causal)) if state is None and not return_state else None
-        if Y is not None:
-            return as_given(Y, tensors)
+    found = _answer(arrays, causal, mask, offsets, state, return_state)
+    return (as_given(found[0], tensors), found[1]) if return_state else as_given(found, tensors)
+
+
+def _answer(arrays: tuple[Any, ...], causal: Any, mask: Any, offsets: Any, state: Any, return_state: Any) -> Any:
+    """Return the result of `latte` for arrays of any kind, and if `return_state` the state."""
+    q_logits, k_logits, V = arrays
     rows = "T" if causal or offsets is not None else "U"
     q_logits, k_logits, V = dense_arrays(
         {"q_logits": (q_logits, "TL"), "k_logits": (k_logits, rows + "L"), "V": (V, rows + "D")}
@@ -255,9 +265,10 @@ def latte(
     given = stack_arguments(arguments, like="V", mask=(mask, V.shape[-2]), stored=names)
     Q, K, V = given.stacks
     bounds = cumulative(offsets, Q.shape[1])
+    steps = return_state and causal and offsets is None
     stepped = one_step(Q, K, V, given.mask, state, given.batch) if steps else None
     if stepped is not None:
-        return as_given(given.give_back(stepped[0]), tensors), stepped[1]
+        return given.give_back(stepped[0]), stepped[1]
     options = {"causal": bool(causal), "mask": given.mask, "state": state_stacks(state, given.batch, bounds, K, V)}
-    Y = as_given(given.give_back(latent_attention(Q, K, V, offsets=bounds, **options)), tensors)
+    Y = given.give_back(latent_attention(Q, K, V, offsets=bounds, **options))
     return (Y, state_after(state, given.batch, bounds, K, V, given.mask)) if return_state else Y

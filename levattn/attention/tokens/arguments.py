@@ -40,7 +40,7 @@ from levattn.states.blocks import readable, same_decay
 from levattn.states.moments import flat_sums, followed
 
 MEMBERSHIPS = ("diag_leverage", "norm", "leverage", "uniform")
-_NUMBERS = {int, float}  # types of arguments by which a repeated call is recognized
+NUMBERS = {int, float}  # types of arguments by which a repeated call is recognized
 
 # Constants of the released code that keep sums of squares, and of memberships, above zero
 _LEAST_CAUSAL, _LEAST, _RIDGE = 1e-12, 1e-24, 1e-8
@@ -126,23 +126,31 @@ class TokenCall:
 
 def checked_call(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any) -> TokenCall:
     """Check the arguments of `tssa` or `memberships`; `entered` checks the state."""
-    membership, normalize, bias, decay, c = form
-    known = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool)
-    known = known and membership != "leverage" and {type(temperature), type(decay), type(c)} <= _NUMBERS
-    if known and type(W) is np.ndarray and W.dtype.char in "fd" and bias is None and mask is None and offsets is None:
+    known = type(temperature) in NUMBERS and is_of_numbers(form, causal) and mask is None and offsets is None
+    if known and type(W) is np.ndarray and W.dtype.char in "fd":
         like = _call_like(W.shape, W.dtype, temperature, form, causal)
         stack = promoted(W, W.dtype.char == "d").reshape(like.shape)
         return changed(like, x=changed(like.x, W=stack), state=state)
-    if known and bias is None and mask is None and offsets is None and is_torch(W) and not compiling():
+    if known and is_torch(W) and not compiling():
+        from levattn._kernels.cuda_source import keeps
         from levattn._kernels.tensors import is_on_device
 
         if is_on_device(W) and W.ndim > 2 and (_is_read_as_stored(W) or W.dtype.itemsize != 2):
             wide = is_wide(W)
             like = _call_like(tuple(W.shape), np.dtype(np.float64 if wide else np.float32), temperature, form, causal)
-            theta = _temperatures(temperature, W).expand(like.shape[:2])
+            theta = _temperatures(temperature, W)
+            keeps(theta)
+            theta = theta.expand(like.shape[:2])
             x = changed(like.x, W=W.reshape(like.shape), temperature=theta)
             return changed(like, x=x, given=changed(like.given, dtype=W.dtype), state=state)
     return _checked(W, temperature, form, causal, mask, offsets, state)
+
+
+def is_of_numbers(form: Form, causal: Any) -> bool:
+    """Tell whether a form has no arrays and no leverage scores, so that its fields tell a call from others."""
+    membership, normalize, bias, decay, c = form
+    named = isinstance(membership, str) and isinstance(normalize, str) and isinstance(causal, bool) and bias is None
+    return named and membership != "leverage" and {type(decay), type(c)} <= NUMBERS
 
 
 @lru_cache(256, typed=True)

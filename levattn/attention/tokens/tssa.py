@@ -7,8 +7,17 @@ from typing import Any
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
-from levattn.attention.arguments import as_given, plain_arrays, reads_numbers, reshaped, untraced
-from levattn.attention.tokens.arguments import Form, TokenForm, checked_call, entered, form_of, token_state_after
+from levattn.attention.arguments import as_given, launched_again, plain_arrays, reads_numbers, reshaped, untraced
+from levattn.attention.tokens.arguments import (
+    NUMBERS,
+    Form,
+    TokenForm,
+    checked_call,
+    entered,
+    form_of,
+    is_of_numbers,
+    token_state_after,
+)
 from levattn.states import TokenState
 
 
@@ -221,6 +230,20 @@ def answer(
 
 
 def _answer(
+    W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any, return_state: bool
+) -> Any:
+    def call() -> Any:
+        return _computed(W, temperature, form, causal, mask, offsets, state, return_state)
+
+    if mask is not None or offsets is not None or state is not None or return_state or not is_of_numbers(form, causal):
+        return call()
+    number = type(temperature) in NUMBERS
+    return launched_again(
+        "tssa", (W,) if number else (W, temperature), (temperature if number else None, form, causal), call
+    )
+
+
+def _computed(
     W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any, return_state: bool
 ) -> Any:
     membership, normalize, bias, *others = form

@@ -1,0 +1,139 @@
+"""Calls of tensors on a device whose launches are kept, for later calls of the same kind.
+
+The host takes longer to prepare a short call than the device takes to run it. If launches depend on shapes and numbers
+alone, they need not be worked out again. A first call is noted on a tape (`cuda_source.taped`): its launches, the
+arrays that it makes, and the tables that it sends. A later call makes these arrays anew and launches the same kernels,
+with other addresses. The tables stay on the device.
+
+A call is kept only if each address that it launched with is known. It is the address of a given tensor, of an array
+that `new_array` made, or of a table. So a call that copies an array is never kept. But the call must do nothing else
+on the device: it must not fill an array by a function of CuPy, for example.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from levattn._core.arrays import refuse_capture
+from levattn._kernels.cuda_source import Launch, Tape, is_taping, layout, pointer_to, run_kernel, taped
+
+_MOST = 64  # kinds of calls that are known
+_ALIGNED = 16  # bytes of the widest access of a kernel
+
+_KNOWN: OrderedDict[Hashable, Repeat | None] = OrderedDict()
+_LOCK = Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Repeat:
+    """The launches of a call.
+
+    `made`: shapes and torch dtypes of the arrays that it makes. `result`: which of these is its result, and the shape
+    and the strides that this has. `launches`: each with its arguments, and which of these are addresses of a given
+    tensor, or of an array that it makes. `tables`: arrays that arguments refer to.
+    """
+
+    made: list[tuple[tuple[int, ...], Any]]
+    result: tuple[int, tuple[int, ...], tuple[int, ...]]
+    launches: list[tuple[Launch, list[Any], list[tuple[int, int]]]]
+    tables: list[Any]
+
+    @classmethod
+    def of(cls, tape: Tape, tensors: Sequence[Any], result: Any) -> Repeat | None:
+        """Return the launches on a tape, or None if they read or return an array that is not known."""
+        starts = [*map(_start, tensors), *map(_start, tape.made)]
+        places = {start: i for i, start in enumerate(starts)}
+        mine = places.get(_start(result), -1) - len(tensors)
+        if len(places) < len(starts) or mine < 0 or not all(array.size for array in tape.made):
+            return None
+        tables: list[Any] = []
+        launches = []
+        for what, arguments in tape.launches:
+            values, here = list(arguments), []
+            for i, kind in enumerate(layout(what.source, what.name)):
+                if kind != "P":
+                    continue
+                array = values[i]
+                place = None if array is None else places.get(_start(array))
+                if place is not None:
+                    here.append((i, place))
+                    continue
+                if array is not None and not any(_lies_in(array, table) for table in tape.sent):
+                    return None
+                tables.append(array)
+                values[i] = pointer_to(array)
+            launches.append((what, values, here))
+        made = [(tuple(array.shape), _dtype(array)) for array in tape.made]
+        return cls(made, (mine, tuple(result.shape), result.stride()), launches, tables)
+
+    def run(self, tensors: Sequence[Any]) -> Any:
+        """Return the result for tensors as the first ones were."""
+        refuse_capture()
+        like, (mine, shape, steps) = tensors[0], self.result
+        made = [like.new_empty(size, dtype=kind) if i != mine else None for i, (size, kind) in enumerate(self.made)]
+        made[mine] = like.new_empty_strided(shape, steps, dtype=self.made[mine][1])
+        starts = [pointer_to(array) for array in (*tensors, *made)]
+        for what, values, here in self.launches:
+            values = values.copy()
+            for place, i in here:
+                values[place] = starts[i]
+            run_kernel(what, values)
+        return made[mine]
+
+
+def by_launches(name: str, tensors: Sequence[Any], others: Hashable, call: Callable[[], Any]) -> Any:
+    """Return the tensor that `call` returns, by its kept launches if there are any.
+
+    `tensors`: all that the call reads, on one device. `others`: all else that its launches depend on, and the stream,
+    on which its tables are freed.
+    """
+    starts = [tensor.data_ptr() for tensor in tensors]
+    if is_taping() or len(set(starts)) < len(starts):
+        return call()
+    shapes = [
+        (tensor.shape, tensor.stride(), tensor.dtype, start % _ALIGNED)
+        for tensor, start in zip(tensors, starts, strict=True)
+    ]
+    key = (name, *shapes, others)
+    with _LOCK:
+        known = key in _KNOWN
+        if known:
+            _KNOWN.move_to_end(key)
+            found = _KNOWN[key]
+    if known:
+        return call() if found is None else found.run(tensors)
+    with taped() as tape:
+        result = call()
+    found = Repeat.of(tape, tensors, result)
+    with _LOCK:
+        _KNOWN[key] = found
+        if len(_KNOWN) > _MOST:
+            _KNOWN.popitem(last=False)
+    return result
+
+
+def forget_calls() -> None:
+    """Forget all calls."""
+    with _LOCK:
+        _KNOWN.clear()
+
+
+def _start(array: Any) -> int:
+    """Return where an array or a tensor begins."""
+    return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)
+
+
+def _lies_in(array: Any, table: Any) -> bool:
+    return not array.size or 0 <= _start(array) - _start(table) < table.nbytes
+
+
+def _dtype(array: Any) -> Any:
+    """Return torch's dtype for an array; words of 16 bits are bfloat16."""
+    return getattr(sys.modules["torch"], "bfloat16" if array.dtype == np.uint16 else array.dtype.name)

@@ -1,0 +1,259 @@
+"""Calls of tensors on a device that are repeated by their launches, against the same calls that are worked out anew.
+
+Inside: the kept calls are read, as results do not tell them; numbers of calls are planted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emulator import device, places
+from levattn._kernels import repeats
+from levattn.attention import TokenForm, latte, memberships
+from token_calls import tssa
+
+pytestmark = pytest.mark.skipif(
+    not device.AVAILABLE or device.DEVICES > 0,
+    reason="calls are repeated on the emulator, which needs g++ and no card",
+)
+
+
+@pytest.fixture
+def there(tensors: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a tensor on a device of an array of numpy, and of a dtype of torch."""
+    import torch
+
+    from levattn._kernels import tensors as read
+
+    module, _, made = tensors
+    monkeypatch.setattr(read, "_PLAIN", (torch.Tensor, module.CudaTensor))  # as true tensors are
+
+    def put(array: Any, dtype: str = "float32", place: int = 0) -> Any:
+        kind = torch.bool if array.dtype == np.bool_ else getattr(torch, dtype)
+        return module.CudaTensor(torch.from_numpy(array).to(kind), place)
+
+    put.made = made  # type: ignore[attr-defined]
+    return put
+
+
+def drawn(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def of_latents(dtype: str = "float32", T: int = 300, D: int = 24, **options: Any) -> Callable[..., Any]:
+    def call(there: Any, seed: int) -> Any:
+        arrays = [there(drawn(seed + 100 * i, 2, 2, T, size), dtype) for i, size in enumerate((8, 8, D))]
+        given = dict(options)
+        if "mask" in given:
+            given["mask"] = there(np.random.default_rng(seed).random((2, 1, T)) < 0.7)
+        return lambda: latte(*arrays, **given)
+
+    return call
+
+
+def of_tokens(dtype: str = "float32", T: int = 40, d: int = 8, theta: Any = 1.0, **options: Any) -> Callable[..., Any]:
+    def call(there: Any, seed: int) -> Any:
+        W = there(drawn(seed, 2, T, 3, d), dtype).transpose(1, 2)
+        temperature = there(1 + np.random.default_rng(seed).random(3), dtype) if theta is None else theta
+        given = dict(options)
+        if "mask" in given:
+            given["mask"] = there(np.random.default_rng(seed).random((2, T)) < 0.7)
+        if "bias" in given:
+            given["form"] = TokenForm(bias=there(drawn(seed, 3, T), dtype))
+            del given["bias"]
+        return lambda: tssa(W, temperature, **given)
+
+    return call
+
+
+# The kernels of each are repeated, and nothing else is done for their arrays, or torch does it each time
+KEPT: dict[str, Callable[..., Any]] = {
+    "latte": of_latents(),
+    "latte in float64": of_latents("float64"),
+    "latte in bfloat16": of_latents("bfloat16"),
+    "latte in float16": of_latents("float16", D=70),
+    "latte, short": of_latents(T=40),
+    "latte, both ways": of_latents(causal=False),
+    "latte, masked": of_latents(mask=True),
+    "latte, packed": of_latents(offsets=np.array([0, 0, 120, 300])),
+    "tssa": of_tokens(),
+    "tssa in float64": of_tokens("float64"),
+    "tssa in bfloat16": of_tokens("bfloat16"),
+    "tssa, short": of_tokens(T=10),
+    "tssa, both ways": of_tokens(causal=False),
+    "tssa, learned temperatures": of_tokens(theta=None),
+    "tssa, decaying": of_tokens(form=TokenForm(decay=0.9)),
+    "tssa, norms": of_tokens(theta=0.5, form="norm"),
+    "tssa, masked": of_tokens(mask=True),
+    "tssa, packed": of_tokens(offsets=np.array([0, 0, 17, 40])),
+    "tssa, biased": of_tokens(bias=True),
+    "tssa with leverage scores": lambda there, seed: (
+        lambda: tssa(there(drawn(seed, 3, 40, 8)), form="leverage", causal=False)
+    ),
+}
+# Each copies an array, so only the operator within it can be repeated
+ANEW: dict[str, Callable[..., Any]] = {
+    "latte of two formats": lambda there, seed: (
+        lambda: latte(
+            *(there(drawn(seed + i, 2, 40, 8), dtype) for i, dtype in enumerate(("float32", "float32", "float16")))
+        )
+    ),
+    "latte of shared values": lambda there, seed: (
+        lambda: latte(
+            *(there(drawn(seed + i, *shape)) for i, shape in enumerate(((2, 3, 40, 8), (2, 3, 40, 8), (2, 1, 40, 4))))
+        )
+    ),
+    "tssa in halves of odd width": of_tokens("float16", d=5),
+}
+
+
+@pytest.mark.parametrize("name", [*KEPT, *ANEW])
+def test_a_repeated_call_has_the_bits_of_a_new_one(there: Any, name: str) -> None:
+    make = {**KEPT, **ANEW}[name]
+    found = [make(there, seed)().inner for seed in (1, 2, 3, 1)]
+    kept = [call is not None for call in repeats._KNOWN.values()]
+    assert kept
+    assert all(kept) == (name in KEPT)
+    for seed, before in zip((1, 2, 3, 1), found, strict=True):
+        repeats.forget_calls()
+        anew = make(there, seed)().inner
+        assert (anew.dtype, anew.shape, anew.stride()) == (before.dtype, before.shape, before.stride())
+        assert anew.isfinite().all()
+        np.testing.assert_array_equal(anew.double(), before.double())
+
+
+@pytest.mark.parametrize(
+    "name", ["latte", "latte in bfloat16", "tssa", "tssa, decaying", "tssa, learned temperatures"]
+)
+def test_a_repeated_call_sends_nothing_and_takes_no_function_of_torch(there: Any, name: str) -> None:
+    """Its launches are those of the first call, on torch's stream and in torch's memory."""
+    KEPT[name](there, 1)()
+    call = KEPT[name](there, 2)
+    places.launches.clear()
+    repeats.forget_calls()
+    call()
+    before = list(places.launches)
+    places.launches.clear()
+    there.made.ran.clear()
+    there.made.crossed.clear()
+    call()
+    assert places.launches == before
+    assert not there.made.ran
+    assert not there.made.crossed
+    assert not places.waits
+    assert not places.own
+
+
+def test_another_stream_and_another_device_have_calls_of_their_own(there: Any, tensors: Any) -> None:
+    """Tables are freed in the order of the stream on which a call was worked out."""
+    _, streams, _ = tensors
+    make = KEPT["latte"]
+    expected = make(there, 1)().inner
+    streams.current[0] = 5
+    places.launches.clear()
+    assert make(there, 1)().inner.equal(expected)
+    assert {stream for _, stream in places.launches} == {5}
+    assert len(repeats._KNOWN) == 2
+    beside = make(lambda array, *kind: there(array, *kind, place=1), 1)
+    assert beside().inner.equal(expected)
+    assert beside().inner.equal(expected)
+    assert len(repeats._KNOWN) == 3
+
+
+def test_numbers_of_a_call_are_not_those_of_another(there: Any) -> None:
+    """Forms that differ in one number, in the order of calls that would mix them up."""
+    W = there(drawn(0, 3, 40, 8))
+    calls: list[dict[str, Any]] = [
+        {},
+        {"causal": False},
+        {"form": "norm"},
+        {"form": TokenForm(c=2.0)},
+        {"form": TokenForm(decay=0.5)},
+        {"form": TokenForm(decay=[0.5, 0.6, 0.7])},
+        {"form": TokenForm(decay=[0.5, 0.6, 0.8])},
+        {"form": TokenForm(normalize="mean")},
+        {"offsets": np.array([0, 20, 40])},
+        {"offsets": np.array([0, 21, 40])},
+    ]
+    cases = [(theta, options) for theta in (1.0, 0.5) for options in calls]
+    found = [tssa(W, theta, **options).inner for _ in range(2) for theta, options in cases]
+    for (theta, options), *both in zip(cases, found, found[len(cases) :], strict=False):
+        repeats.forget_calls()
+        expected = tssa(W, theta, **options).inner
+        assert all(part.equal(expected) for part in both)
+    assert len({tuple(part.ravel().tolist()) for part in found}) == len(cases)
+
+
+@pytest.mark.parametrize("wrong", [True, float("nan"), "1"])
+def test_a_call_that_is_refused_is_refused_after_one_that_is_not(there: Any, wrong: Any) -> None:
+    W = there(drawn(0, 3, 40, 8))
+    tssa(W, 1)
+    tssa(W, 1.0)
+    with pytest.raises((TypeError, ValueError), match="temperature"):
+        tssa(W, wrong)
+    with pytest.raises(ValueError, match=r"q_logits|T"):
+        latte(there(drawn(0, 40, 8)), there(drawn(0, 41, 8)), there(drawn(0, 41, 8)))
+    assert tssa(W).inner.isfinite().all()  # nothing is left of the calls that failed
+
+
+def test_one_tensor_in_two_places_and_then_two(there: Any) -> None:
+    """Whether addresses are of one tensor or of two is not known from a call with one."""
+    X, Y, V = (there(drawn(seed, 40, 8)) for seed in range(3))
+    expected = {}
+    for name, given in {"one": (X, X, V), "two": (X, Y, V)}.items():
+        repeats.forget_calls()
+        expected[name] = latte(*given).inner
+    repeats.forget_calls()
+    for name, given in [("one", (X, X, V)), ("two", (X, Y, V)), ("one", (X, X, V)), ("two", (X, Y, V))]:
+        assert latte(*given).inner.equal(expected[name])
+
+
+def test_a_captured_graph_refuses_repeated_calls_too(there: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    W = there(drawn(0, 3, 40, 8))
+    tssa(W)
+    tssa(W)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="graph"):
+        tssa(W)
+
+
+def test_the_kinds_of_calls_that_are_known_are_bounded(there: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_MOST", 3)
+    W = there(drawn(0, 2, 20, 4))
+    expected = [tssa(W, 1 + i).inner for i in range(5)]
+    assert len(repeats._KNOWN) == 3
+    assert all(tssa(W, 1 + i).inner.equal(expected[i]) for i in (4, 0, 3, 1, 2))
+    assert len(repeats._KNOWN) == 3
+
+
+def test_threads_repeat_calls_side_by_side(there: Any) -> None:
+    import torch
+
+    W = [there(drawn(seed, 3, 40, 8)) for seed in range(4)]
+    expected = [tssa(each).inner for each in W]
+    found: list[Any] = [None] * len(W)
+
+    def body(i: int) -> None:
+        with type(there.made)():
+            found[i] = [tssa(W[i]).inner for _ in range(5)]
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(len(W))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(part, expected[i]) for i, parts in enumerate(found) for part in parts)
+
+
+def test_memberships_are_worked_out_anew(there: Any) -> None:
+    W = there(drawn(0, 3, 40, 8))
+    first = memberships(W).inner
+    tssa(W)
+    assert memberships(W).inner.equal(first)
