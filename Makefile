@@ -119,7 +119,7 @@ test: .venv-test/.ready
 
 test-all: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	$(call style-with,.venv-test/bin)
-	$(call tests-and-types,-m "" --hypothesis-profile=thorough)
+	COMPILED=again; export COMPILED; $(call tests-and-types,-m "" --hypothesis-profile=thorough)
 	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 

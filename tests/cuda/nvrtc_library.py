@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,18 @@ def release(version: str) -> Nvrtc:
         assert ".".join(map(str, found.getVersion())) == version
         return found
     pytest.skip(f"NVRTC {version} is not in {RELEASES}: `make cuda` installs it")
+
+
+def name_of(nvrtc: Any) -> str:
+    """The release of NVRTC, with its patch where the package tells it."""
+    version = ".".join(map(str, nvrtc.getVersion()))
+    folders = RELEASES.joinpath(version).glob("*nvrtc*.dist-info") if isinstance(nvrtc, Nvrtc) else ()
+    found = [folder.name.partition("-")[2].removesuffix(".dist-info") for folder in folders]
+    if not isinstance(nvrtc, Nvrtc):
+        for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+            with suppress(PackageNotFoundError):
+                found.append(package_version(package))
+    return next((name for name in found if name.startswith(version)), version)
 
 
 class NVRTCError(RuntimeError):

@@ -1,5 +1,8 @@
 """The CUDA sources compile, for what the table says and within what a device can hold. No device is needed.
 
+A release of NVRTC makes the same of the same text. So what it made is on record (`compile_record`), and only sources
+that are not are compiled again.
+
 Inside: sources are compiled for cards that are not there.
 """
 
@@ -7,16 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import nvrtc_library
 import pytest
+from compile_record import Record
 
 import emulator
 from levattn._kernels import cuda_source
-from levattn._kernels.cuda_compile import architecture, compiled
+from levattn._kernels.cuda_compile import OPTIONS, architecture, compiled
 from levattn._kernels.cuda_source import FOLDER, KERNELS, expression
 
 ARCHITECTURES = tuple(map(int, os.environ.get("CUDA_ARCHITECTURES", "100,90,80").split(",")))
@@ -37,6 +41,25 @@ SOURCES = sorted(path.stem for path in FOLDER.rglob("*.cu"))
 @pytest.fixture(scope="module")
 def nvrtc() -> Any:
     return nvrtc_library.of_cupy()
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[Record]:
+    held = Record.read()
+    yield held
+    held.write()
+
+
+def recorded_faults(record: Record, nvrtc: Any, source: str, names: tuple[str, ...], card: int) -> list[str]:
+    """What is wrong with kernels of a source once they are compiled for a card, as it is on record if it is."""
+    code, target = cuda_source.text(f"{source}.cu"), architecture(nvrtc, card)
+    text = (code, *names, *OPTIONS, str(MOST_STACK))
+    return record.found(
+        f"{source} {target}",
+        nvrtc_library.name_of(nvrtc),
+        text,
+        lambda: list(faults_of(nvrtc, code, names, card, UNUSED)),
+    )
 
 
 def faults_of(nvrtc: Any, code: str, names: tuple[str, ...], card: int, *options: str) -> Iterator[str]:
@@ -81,9 +104,9 @@ def known_faults(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("source", sorted(KERNELS))
-def test_the_newest_release_compiles_each_kernel_without_spills(nvrtc: Any, source: str) -> None:
-    code, names = cuda_source.text(f"{source}.cu"), one_of_each(source, -1)
-    found = {fault for card in ARCHITECTURES for fault in faults_of(nvrtc, code, names, card, UNUSED)}
+def test_the_newest_release_compiles_each_kernel_without_spills(nvrtc: Any, record: Record, source: str) -> None:
+    names = one_of_each(source, -1)
+    found = {fault for card in ARCHITECTURES for fault in recorded_faults(record, nvrtc, source, names, card)}
     assert found <= known_faults(source)
 
 
@@ -111,34 +134,41 @@ def varied(source: str) -> tuple[str, ...]:
     "names_of", [varied, pytest.param(emulator.of_the_table, marks=pytest.mark.thorough)], ids=["varied", "all"]
 )
 @pytest.mark.parametrize("source", sorted(KERNELS))
-def test_an_older_release_compiles_without_spills(nvrtc: Any, source: str, names_of: Any) -> None:
+def test_an_older_release_compiles_without_spills(nvrtc: Any, record: Record, source: str, names_of: Any) -> None:
     version, card = WITHOUT_SPILLS
     names = names_of(source)
-    found = list(faults_of(nvrtc_library.release(version), cuda_source.text(f"{source}.cu"), names, card, UNUSED))
-    assert found == []
+    assert recorded_faults(record, nvrtc_library.release(version), source, names, card) == []
 
 
-def compiles(version: str, card: int, source: str, names: tuple[str, ...]) -> None:
+def other_code(old: Any, card: int, source: str, names: tuple[str, ...]) -> list[str]:
+    """How what a release makes of a source differs from code for a card that it knows, and else from PTX."""
+    target = architecture(old, card)
+    made = compiled(old, cuda_source.text(f"{source}.cu"), names, target)
+    if set(made.names) != set(names):
+        return [f"{target}: the names are {sorted(made.names)}"]
+    if target == f"sm_{card}":
+        return [] if made.code.startswith(b"\x7fELF") else [f"{target}: no code for the card"]
+    known = b"\n.target sm_90\n" in made.code and all(name.encode() in made.code for name in made.names.values())
+    return [] if known else [f"{target}: no PTX"]
+
+
+def compiles(record: Record, version: str, card: int, source: str, names: tuple[str, ...]) -> None:
     """A source compiles by a release, to code for a card that it knows and else to PTX of one before."""
     old = nvrtc_library.release(version)
     target = architecture(old, card)
-    made = compiled(old, cuda_source.text(f"{source}.cu"), names, target)
-    assert set(made.names) == set(names)
-    if target == f"sm_{card}":
-        assert made.code.startswith(b"\x7fELF")
-    else:
-        assert (version in ("12.0", "12.4"), card, target) == (True, 100, "compute_90")
-        assert b"\n.target sm_90\n" in made.code
-        assert all(name.encode() in made.code for name in made.names.values())
+    assert target == f"sm_{card}" or (version in ("12.0", "12.4"), card, target) == (True, 100, "compute_90")
+    text = (cuda_source.text(f"{source}.cu"), *names, *OPTIONS)
+    key, library = f"{source} {target} code", nvrtc_library.name_of(old)
+    assert record.found(key, library, text, lambda: other_code(old, card, source, names)) == []
 
 
 @pytest.mark.parametrize("source", sorted(KERNELS))
-def test_older_releases_compile_each_kernel(nvrtc: Any, source: str) -> None:
+def test_older_releases_compile_each_kernel(nvrtc: Any, record: Record, source: str) -> None:
     place = sorted(KERNELS).index(source)
 
     def one(number: int) -> None:
         version, cards = RELEASES[number]
-        compiles(version, cards[place % 2], source, one_of_each(source, number))
+        compiles(record, version, cards[place % 2], source, one_of_each(source, number))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(len(RELEASES))))
@@ -148,8 +178,10 @@ def test_older_releases_compile_each_kernel(nvrtc: Any, source: str) -> None:
 @pytest.mark.crossed
 @pytest.mark.parametrize(("version", "card"), ALL_RELEASES)
 @pytest.mark.parametrize("source", sorted(KERNELS))
-def test_older_releases_compile_what_the_table_names(nvrtc: Any, source: str, version: str, card: int) -> None:
-    compiles(version, card, source, emulator.of_the_table(source))
+def test_older_releases_compile_what_the_table_names(
+    nvrtc: Any, record: Record, source: str, version: str, card: int
+) -> None:
+    compiles(record, version, card, source, emulator.of_the_table(source))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +207,25 @@ def test_older_releases_compile_what_the_table_names(nvrtc: Any, source: str, ve
 )
 def test_the_check_finds(nvrtc: Any, code: str, fault: str) -> None:
     assert fault in "\n".join(faults_of(nvrtc, code, ("fill",), ARCHITECTURES[0]))
+
+
+def test_what_is_on_record_is_not_compiled_and_all_else_is() -> None:
+    made: list[str] = []
+
+    def made_now(fault: str) -> Callable[[], list[str]]:
+        return lambda: [made.append(fault) or fault]  # type: ignore[func-returns-value]
+
+    def asked(record: Record, text: str, library: str, fault: str) -> list[str]:
+        return record.found("source sm_90", library, (text, "kernel"), made_now(fault))
+
+    first = Record({}, "")
+    assert asked(first, "code", "13.0.88", "spills") == ["spills"]
+    assert asked(Record(first.asked, ""), "code", "13.0.88", "none") == ["spills"]
+    assert made == ["spills"]
+    others = [("code ", "13.0.88", ""), ("code", "13.0.89", ""), ("code", "13.0.88", "again")]
+    for text, library, mode in others:
+        assert asked(Record(first.asked, mode), text, library, mode) == [mode]
+    assert len(made) == 1 + len(others)
 
 
 def test_the_table_names_the_sources() -> None:
