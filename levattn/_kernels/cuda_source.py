@@ -211,7 +211,7 @@ class Tape:
 
     made: list[Any] = field(default_factory=list)
     sent: list[Any] = field(default_factory=list)
-    launches: list[tuple[Launch, Sequence[Any]]] = field(default_factory=list)
+    launches: list[tuple[Launch, list[Any]]] = field(default_factory=list)
 
 
 class _Running(threading.local):
@@ -225,8 +225,8 @@ _RUNNING = _Running()
 def taped() -> Iterator[Tape]:
     """Give a tape that notes the work of this thread in the block."""
     before, tape = _RUNNING.tape, Tape()
-    _RUNNING.tape = tape
     try:
+        _RUNNING.tape = tape
         yield tape
     finally:
         _RUNNING.tape = before
@@ -297,7 +297,7 @@ def launch(
         return
     what = Launch(source, name, tuple(types), (*grid, 1, 1)[:3], threads, shared)
     if _RUNNING.tape is not None:
-        _RUNNING.tape.launches.append((what, arguments))
+        _RUNNING.tape.launches.append((what, list(arguments)))
     kernel, kinds = _ready(what), layout(source, name)
     given = [_address(x) if kind == "P" else x for kind, x in zip(kinds, arguments, strict=True)]
     kernel(what.grid, (threads, 1, 1), given, shared_mem=shared)

@@ -56,7 +56,7 @@ class Repeat:
         tables: list[Any] = []
         launches = []
         for what, arguments in tape.launches:
-            values, here = list(arguments), []
+            values, here = arguments.copy(), []
             for i, kind in enumerate(layout(what.source, what.name)):
                 if kind != "P":
                     continue
@@ -64,6 +64,7 @@ class Repeat:
                 place = None if array is None else places.get(_start(array))
                 if place is not None:
                     here.append((i, place))
+                    values[i] = None  # nothing of this call is held
                     continue
                 if array is not None and not any(_lies_in(array, table) for table in tape.sent):
                     return None

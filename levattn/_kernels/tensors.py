@@ -323,6 +323,7 @@ class AttentionOperator:
         self._name, self._contract, self._learned, self._parts = name, contract, len(learned), parts
         self._tensors = (*learned, *(name for name in arrays if name not in learned))
         self._numbers = tuple(name for name in kinds if name not in arrays)
+        self._read = tuple(name for name in arrays if "NDArray" in kinds[name])  # by the host, before it launches
         self._task, self._output, self._widens = task, output, widens
         tensors = [f"Tensor? {name}" for name in (*self._tensors, *(f"state_{i}" for i in range(parts)))]
         arguments = ", ".join([*tensors, *(f"{_SCHEMA.get(kinds[name], 'str')} {name}" for name in self._numbers)])
@@ -368,23 +369,26 @@ class AttentionOperator:
         return laid_out(found[0] if isinstance(found, tuple) else found)
 
     def _known(self, x: Any) -> tuple[list[Any], Hashable] | None:
-        """Return the tensors of a call, and all else on which its launches depend; None if that is not known."""
+        """Return the tensors of a call, and all else on which its launches depend; None if that is not known.
+
+        Within torch.func new tensors are wrappers, which have no address.
+        """
         place = place_of_torch()
-        if place is None or x.state is not None:
+        if place is None or x.state is not None or is_within_func():
             return None
         tensors: list[Any] = []
         others: list[Hashable] = [place]
         for name in self._tensors:
             value = getattr(x, name)
             if isinstance(value, torch.Tensor):
-                if not lies_there(value) or value.is_neg():
+                if name in self._read or not lies_there(value) or value.is_neg():
                     return None
                 tensors.append(value)
                 others.append(name)
             elif value is not None:
                 if not isinstance(value, np.ndarray) or value.size > _MOST_NUMBERS:
                     return None
-                others.append((name, value.tobytes()))
+                others.append((name, value.dtype.str, value.shape, value.tobytes()))
         return tensors, (*others, *(getattr(x, name) for name in self._numbers))
 
     def in_tensors(self, x: Any) -> Any:

@@ -5,7 +5,9 @@ Inside: the kept calls are read, as results do not tell them; numbers of calls a
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 
 from emulator import device, places
-from levattn._kernels import repeats
+from levattn._core.device import where_arrays_are
+from levattn._kernels import LatentArguments, repeats
+from levattn._kernels.latent.torch import ATTENTION
 from levattn.attention import TokenForm, latte, memberships
 from token_calls import tssa
 
@@ -250,6 +254,47 @@ def test_threads_repeat_calls_side_by_side(there: Any) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(part, expected[i]) for i, parts in enumerate(found) for part in parts)
+
+
+def of_operator(there: Any, ends: Any, dtype: str = "float32") -> Callable[[], Any]:
+    """A call of the operator, as code that torch compiled calls it."""
+    Q, K, V = (there(drawn(i, 2, 40, 8), dtype) for i in range(3))
+    call = where_arrays_are(lambda Q: ATTENTION.computed(LatentArguments(Q, K, V, ends, causal=True)))
+    return lambda: call(Q)
+
+
+def test_offsets_that_lie_on_the_device_are_read_in_each_call(there: Any) -> None:
+    def found(*ends: int) -> Any:
+        return of_operator(there, there(np.array(ends), "int64"))().inner
+
+    for ends in ((0, 20, 40), (0, 7, 40)):
+        assert found(*ends).equal(of_operator(there, np.array(ends))().inner)
+    with pytest.raises(ValueError, match="offsets"):
+        found(0, 20, 39)
+
+
+def test_calls_within_torch_func_are_worked_out_anew(there: Any) -> None:
+    """New tensors are wrappers there, also in a call on plain ones."""
+    import torch
+
+    call = of_operator(there, np.array([0, 40]), "float16")
+    for _ in range(2):  # before the call is kept, and after
+        torch.func.grad(lambda z: (call(), (z * 2).sum())[1])(torch.ones(3, device="cpu"))
+        call()
+
+
+def test_nothing_of_a_call_is_held(there: Any) -> None:
+    arrays = [there(drawn(seed, 40, 8)) for seed in range(3)]
+    Y = latte(*arrays)
+    latte(*arrays)
+    assert any(repeats._KNOWN.values())
+    held = [weakref.ref(array.inner) for array in (*arrays, Y)]
+    addresses = {array.data_ptr() for array in (*arrays, Y)}
+    kept = [value for call in repeats._KNOWN.values() for _, values, _ in call.launches for value in values]
+    assert addresses.isdisjoint(value.data.ptr for value in kept if hasattr(value, "data"))
+    del arrays, Y
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
 
 
 def test_memberships_are_worked_out_anew(there: Any) -> None:

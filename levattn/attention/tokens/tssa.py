@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from levattn._core.arrays import is_torch
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
@@ -232,14 +233,13 @@ def answer(
 def _answer(
     W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offsets: Any, state: Any, return_state: bool
 ) -> Any:
-    def call() -> Any:
+    alone = mask is None and offsets is None and state is None and not return_state
+    if not alone or not is_torch(W) or not W.is_cuda or not is_of_numbers(form, causal):
         return _computed(W, temperature, form, causal, mask, offsets, state, return_state)
-
-    if mask is not None or offsets is not None or state is not None or return_state or not is_of_numbers(form, causal):
-        return call()
     number = type(temperature) in NUMBERS
+    arrays, others = ((W,), (temperature, form, causal)) if number else ((W, temperature), (None, form, causal))
     return launched_again(
-        "tssa", (W,) if number else (W, temperature), (temperature if number else None, form, causal), call
+        "tssa", arrays, others, lambda: _computed(W, temperature, form, causal, None, None, None, False)
     )
 
 
