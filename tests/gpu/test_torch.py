@@ -3,6 +3,8 @@
 Rounding differs between the two, so a result on the device may be further from float64 than that of main memory by a
 factor, or by a few roundings of the largest number. ``TEST_TORCH=cpu`` tries these tests without a card: all is then
 in main memory.
+
+Inside: the calls that are kept are counted, as results do not tell whether a call was repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 import levattn
+from levattn._kernels import repeats
 from levattn.attention import latte, tssa
 from pruned_calls import attend
 
@@ -191,6 +194,26 @@ def test_a_side_stream(name: str) -> None:
             del late
     side.synchronize()
     assert torch.equal(found, expected)
+
+
+@on_a_card
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_calls_are_repeated_by_their_launches(dtype: str) -> None:
+    """Other numbers, in other memory, have the bits of a call that is worked out anew."""
+
+    def found(seed: int) -> list[Any]:
+        Q, K, V = (there(numbers(2, 300, 16, seed=seed + i, dtype=dtype)) for i in range(3))
+        W = there(numbers(2, 3, 40, 8, seed=seed, dtype=dtype))
+        return [latte(Q, K, V), latte(Q, K, V, causal=False), tssa(W), tssa(W, form="norm")]
+
+    repeats.forget_calls()
+    several = [found(seed) for seed in range(4)]
+    assert len(repeats._KNOWN) == len(several[0])
+    assert all(repeats._KNOWN.values())
+    for seed, kept in enumerate(several):
+        repeats.forget_calls()
+        for one, other in zip(kept, found(seed), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", CALLS)
