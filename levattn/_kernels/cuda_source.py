@@ -158,7 +158,10 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         **dict.fromkeys(("sum_tokens", "weigh_tokens", "write_tokens", "attend_tokens"), _UNITS),
         "scan_tokens": _ONE_REAL,
     },
-    "tokens_back": dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
+    "tokens_back": {
+        **dict.fromkeys(("trace_tokens", "spread_tokens", "finish_tokens"), _BACK_UNITS),
+        "sum_temperatures": _ONE_REAL,
+    },
 }
 
 
@@ -209,7 +212,7 @@ class Launch(NamedTuple):
 class Tape:
     """The work of a call on a device: arrays that `new_array` makes, arrays that `on_device` sends, and launches."""
 
-    made: list[Any] = field(default_factory=list)
+    made: list[tuple[Any, bool]] = field(default_factory=list)  # and whether with zeros
     sent: list[Any] = field(default_factory=list)
     launches: list[tuple[Launch, list[Any]]] = field(default_factory=list)
 
@@ -243,11 +246,11 @@ def keeps(array: Any) -> None:
         _RUNNING.tape.sent.append(array)
 
 
-def new_array(shape: Sequence[int], dtype: Any = np.float64) -> Any:
-    """Return a new array on the device, for a kernel to write."""
-    made = namespace().empty(shape, dtype)
+def new_array(shape: Sequence[int], dtype: Any = np.float64, *, zeros: bool = False) -> Any:
+    """Return a new array on the device, for a kernel to write; with `zeros` where it does not."""
+    made = (namespace().zeros if zeros else namespace().empty)(shape, dtype)
     if _RUNNING.tape is not None:
-        _RUNNING.tape.made.append(made)
+        _RUNNING.tape.made.append((made, zeros))
     return made
 
 

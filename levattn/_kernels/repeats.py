@@ -35,23 +35,25 @@ _LOCK = Lock()
 class Repeat:
     """The launches of a call.
 
-    `made`: shapes and torch dtypes of the arrays that it makes. `result`: which of these is its result, and the shape
-    and the strides that this has. `launches`: each with its arguments, and which of these are addresses of a given
-    tensor, or of an array that it makes. `tables`: arrays that arguments refer to.
+    `made`: shapes and torch dtypes of the arrays that it makes, and whether with zeros. `results`: which of these are
+    its results, with their shapes and strides, or None. `launches`: each with its arguments, and which of these are
+    addresses of a given tensor, or of an array that it makes. `tables`: arrays that arguments refer to.
     """
 
-    made: list[tuple[tuple[int, ...], Any]]
-    result: tuple[int, tuple[int, ...], tuple[int, ...]]
+    made: list[tuple[tuple[int, ...], Any, bool]]
+    results: list[tuple[int, tuple[int, ...], tuple[int, ...]] | None]
     launches: list[tuple[Launch, list[Any], list[tuple[int, int]]]]
     tables: list[Any]
 
     @classmethod
-    def of(cls, tape: Tape, tensors: Sequence[Any], result: Any) -> Repeat | None:
+    def of(cls, tape: Tape, tensors: Sequence[Any], results: Sequence[Any]) -> Repeat | None:
         """Return the launches on a tape, or None if they read or return an array that is not known."""
-        starts = [*map(_start, tensors), *map(_start, tape.made)]
+        starts = [*map(_start, tensors), *(_start(array) for array, _ in tape.made)]
         places = {start: i for i, start in enumerate(starts)}
-        mine = places.get(_start(result), -1) - len(tensors)
-        if len(places) < len(starts) or mine < 0 or not all(array.size for array in tape.made):
+        if len(places) < len(starts) or not all(array.size for array, _ in tape.made):
+            return None
+        mine = [None if found is None else places.get(_start(found), -1) - len(tensors) for found in results]
+        if any(place is not None and place < 0 for place in mine):
             return None
         tables: list[Any] = []
         launches = []
@@ -71,26 +73,39 @@ class Repeat:
                 tables.append(array)
                 values[i] = pointer_to(array)
             launches.append((what, values, here))
-        made = [(tuple(array.shape), _dtype(array)) for array in tape.made]
-        return cls(made, (mine, tuple(result.shape), result.stride()), launches, tables)
+        made = [(tuple(array.shape), _dtype(array), zeros) for array, zeros in tape.made]
+        shapes = [
+            None if place is None else (place, tuple(found.shape), found.stride())
+            for place, found in zip(mine, results, strict=True)
+        ]
+        return cls(made, shapes, launches, tables)
 
-    def run(self, tensors: Sequence[Any]) -> Any:
-        """Return the result for tensors as the first ones were."""
+    def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the results for tensors as the first ones were."""
         refuse_capture()
-        like, (mine, shape, steps) = tensors[0], self.result
-        made = [like.new_empty(size, dtype=kind) if i != mine else None for i, (size, kind) in enumerate(self.made)]
-        made[mine] = like.new_empty_strided(shape, steps, dtype=self.made[mine][1])
-        starts = [pointer_to(array) for array in (*tensors, *made)]
+        like, made = tensors[0], dict[int, Any]()
+        for mine in self.results:
+            if mine is not None:
+                i, shape, steps = mine
+                made[i] = like.new_empty_strided(shape, steps, dtype=self.made[i][1])
+                if self.made[i][2]:
+                    made[i].zero_()
+        for i, (shape, dtype, zeros) in enumerate(self.made):
+            if i not in made:
+                made[i] = (like.new_zeros if zeros else like.new_empty)(shape, dtype=dtype)
+        starts = [pointer_to(array) for array in (*tensors, *(made[i] for i in range(len(self.made))))]
         for what, values, here in self.launches:
             values = values.copy()
             for place, i in here:
                 values[place] = starts[i]
             run_kernel(what, values)
-        return made[mine]
+        return tuple([None if mine is None else made[mine[0]] for mine in self.results])
 
 
-def by_launches(name: str, tensors: Sequence[Any], others: Hashable, call: Callable[[], Any]) -> Any:
-    """Return the tensor that `call` returns, by its kept launches if there are any.
+def by_launches(
+    name: str, tensors: Sequence[Any], others: Hashable, call: Callable[[], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """Return the tensors, or None for some, that `call` returns: by its kept launches, if there are any.
 
     `tensors`: all that the call reads, on one device. `others`: all else that its launches depend on, and the stream,
     on which its tables are freed.
@@ -111,13 +126,13 @@ def by_launches(name: str, tensors: Sequence[Any], others: Hashable, call: Calla
     if known:
         return call() if found is None else found.run(tensors)
     with taped() as tape:
-        result = call()
-    found = Repeat.of(tape, tensors, result)
+        results = call()
+    found = Repeat.of(tape, tensors, results)
     with _LOCK:
         _KNOWN[key] = found
         if len(_KNOWN) > _MOST:
             _KNOWN.popitem(last=False)
-    return result
+    return results
 
 
 def forget_calls() -> None:

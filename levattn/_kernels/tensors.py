@@ -178,7 +178,7 @@ def repeated_on_device(name: str, tensors: tuple[Any, ...], numbers: Hashable, c
     if not are_plain_on_device(tensors):
         return None
     place = place_of_torch()
-    return None if place is None else repeats.by_launches(name, tensors, (place, numbers), call)
+    return None if place is None else repeats.by_launches(name, tensors, (place, numbers), lambda: (call(),))[0]
 
 
 def memories_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -361,7 +361,7 @@ class AttentionOperator:
         known = self._known(x) if first.is_cuda else None
         if known is None:
             return self._launched(x)
-        return repeats.by_launches(self._name, *known, lambda: self._launched(x))
+        return repeats.by_launches(self._name, *known, lambda: (self._launched(x),))[0]
 
     def _launched(self, x: Any) -> Any:
         held = self.in_memory(x)
@@ -440,10 +440,22 @@ class AttentionOperator:
         if self._widens and given[0].element_size() == 2:  # only here, so that a forward pass keeps 16 bits
             dY = dY.float()
             arguments = (*(part if part is None else part.float() for part in given), *arguments[self._learned :])
-        held = self.in_memory(self._held(arguments))
-        found = self._kernels(held).backward(held, memory_of(dY))
+        if dY.stride(-1) != 1:
+            dY = dY.contiguous()
+        x = self._held(arguments)
+
+        def launched() -> tuple[Any, ...]:
+            held = self.in_memory(x)
+            found = self._kernels(held).backward(held, memory_of(dY))
+            return tuple([part if part is None else laid_out(part) for part in found])
+
+        known = self._known(x) if given[0].is_cuda and lies_there(dY) and not dY.is_neg() else None
+        if known is None:
+            found = launched()
+        else:
+            found = repeats.by_launches(self._name + ", gradients", [dY, *known[0]], known[1], launched)
         pairs = zip(found, given, strict=True)
-        return tuple(given[0].new_empty(0) if part is None else laid_out(part).to(x.dtype) for part, x in pairs)
+        return tuple([given[0].new_empty(0) if part is None else part.to(x.dtype) for part, x in pairs])
 
     def _like_back(self, _dY: Any, *arguments: Any) -> Any:
         given = arguments[: self._learned]

@@ -166,7 +166,7 @@ COSTS: dict[str, tuple[tuple[int, int, int], dict[str, Make]]] = {
         },
     ),
     "tssa, decoding": ((1, 0, 0), {"`tssa`, a step of decoding": of_tokens(4, after=40)}),
-    "gradients of tssa": ((18, 0, 0), {"`tssa`, gradients": of_tokens(40, gradients=True)}),
+    "gradients of tssa": ((12, 0, 0), {"`tssa`, gradients": of_tokens(40, gradients=True)}),
     "latte": (
         (12, 0, 0),
         {

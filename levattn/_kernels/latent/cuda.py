@@ -449,7 +449,7 @@ class _Work:
 
     def _flows(self, read: list[Any], kept: Any, given: Any) -> tuple[Any, Any]:
         """Return dK and dV, summed over the rows and runs of rows that see each position."""
-        xp, b, L, D = namespace(), self.b, self.L, self.D
+        b, L, D = self.b, self.L, self.D
         threads, columns = block = self._block(None)
         sizes = [L, D, self.T, self.U]
         runs, coming = self.row_runs, [None, None, 0]
@@ -467,8 +467,8 @@ class _Work:
             if not self.x.causal:
                 coming = [*whole, self.n]
         runs = self.position_runs
-        dV = xp.zeros((b, self.slices, self.U, D), self.dtype)
-        dK = xp.zeros((b, columns, self.U, L), self.dtype)
+        dV = new_array((b, self.slices, self.U, D), self.dtype, zeros=True)
+        dK = new_array((b, columns, self.U, L), self.dtype, zeros=True)
         arguments = [*_rows(self.x.V), *read, *runs.arguments, *sizes, *coming, None, None, dV, dK]
         self._walk("flow_back", runs, block, arguments, _Shared(6 + threads // 32, 4, 1), "false")
         return _summed(dK), _summed(dV)

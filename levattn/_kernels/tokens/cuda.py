@@ -36,13 +36,13 @@ from levattn._kernels.cuda_source import (
     with_rows,
     with_steps,
 )
-from levattn._kernels.rows.cuda import sum_in_pairs
 from levattn._kernels.tokens import LOGITS, TokenArguments, TokenSums
 
 # The same constants as in tokens.cuh and tokens.cu
 _RUN = 16
 _MOST = 256  # threads of a block
 _COLUMNS, _LINES = 32, 16  # of a scan
+_SUMMING = 128  # threads of a block that sums gradients of temperatures
 _UNITS = {"float": 4, "double": 2}  # channels of a thread, where their number allows it
 _BACK_UNITS = 2
 _MOST_C, _MOST_GAIN = 1e12, 1e24  # beyond these, products of float32 may leave its range
@@ -229,7 +229,11 @@ class _Work:
             coming = self._scan(flows, backwards=True)[0] if through else None
             arguments = [squares, coming, e, self._logits[2], self.T, *with_steps(dW, 3)]
             self._pass("tokens_back", "finish_tokens", V, arguments, reads=1 + x.causal)
-        return dW, sum_in_pairs(temperatures).astype(self.dtype), doffset
+        dtemperature = new_array((self.b, self.h), self.dtype)
+        arguments = [temperatures, self.b, self.plan.runs, self.h, dtemperature]
+        grid = (-(-self.b * self.h // (_SUMMING // 32)),)
+        launch("tokens_back", "sum_temperatures", (self.real,), grid, arguments, threads=_SUMMING)
+        return dW, dtemperature, doffset
 
     # -- between passes ----------------------------------------------------------------
 

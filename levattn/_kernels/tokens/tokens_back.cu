@@ -7,11 +7,13 @@
 
 #include "shared.cuh"
 #include "tokens.cuh"
+#include "warps.cuh"
 
 namespace {
 
 constexpr int PART = 4;  // tokens that a thread holds while it goes backwards
 constexpr int PARTS = RUN / PART;
+constexpr int SUMMING = 128;  // threads of a block that sums gradients of temperatures
 
 // The smallest divisor that does not count as zero.
 __device__ inline float smallest(float) { return 0x1p-125f; }
@@ -367,4 +369,18 @@ __global__ void __launch_bounds__(MOST, RESIDENT<Real>)
             }
         }
     }
+}
+
+// Sums (b, h) of parts (b, runs, h) over the runs. A warp has a head.
+template <typename Real>
+__global__ void __launch_bounds__(SUMMING)
+    sum_temperatures(const double *parts, int b, int runs, int h, Real *sums) {
+    const int lane = threadIdx.x % 32;
+    const long long head = blockIdx.x * (long long)(SUMMING / 32) + threadIdx.x / 32;
+    if (head >= (long long)b * h) return;
+    parts += head / h * runs * h + head % h;
+    double sum = 0;
+    for (int run = lane; run < runs; run += 32) sum += parts[(long long)run * h];
+    sum = sum_of_warp(sum);
+    if (lane == 0) sums[head] = (Real)sum;
 }
