@@ -380,8 +380,12 @@ class AttentionOperator:
         others: list[Hashable] = [place]
         for name in self._tensors:
             value = getattr(x, name)
+            if name in self._read and isinstance(value, torch.Tensor):
+                if value.device.type != "cpu":
+                    return None
+                value = memory_of(value)
             if isinstance(value, torch.Tensor):
-                if name in self._read or not lies_there(value) or value.is_neg():
+                if not lies_there(value) or value.is_neg():
                     return None
                 tensors.append(value)
                 others.append(name)

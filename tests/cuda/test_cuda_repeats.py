@@ -307,7 +307,10 @@ def gradients_of(there: Any, seed: int, of: str, dtype: str, causal: bool) -> li
         W = there(drawn(seed, 2, 40, 3, 8), dtype).transpose(1, 2)
         theta = there(1 + np.random.default_rng(seed).random((2, 3)), "float64" if dtype == "float64" else "float32")
         offset = there(drawn(seed, 2, 3, 40), "float64" if dtype == "float64" else "float32")
-        operator, x = STATISTICS, TokenArguments(W, theta, offset if of == "biased" else None, None, causal=causal)
+        bounds, decay = (np.array([0, 17, 40]), np.array([0.9, 0.8, 1.0])) if of == "packed" else (None, None)
+        decay = decay if causal else None
+        offset = None if of == "tssa" else offset
+        operator, x = STATISTICS, TokenArguments(W, theta, offset, bounds, causal=causal, decay=decay)
     dY = there(drawn(seed + 9, *shape_of_output(x)), dtype)
     return [part.inner for part in operator.backward(dY, *operator.arguments(x))]
 
@@ -318,7 +321,7 @@ def shape_of_output(x: Any) -> Any:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("of", ["latte", "tssa", "biased"])
+@pytest.mark.parametrize("of", ["latte", "tssa", "biased", "packed"])
 def test_repeated_gradients_have_the_bits_of_new_ones(there: Any, of: str, dtype: str, causal: bool) -> None:
     found = [gradients_of(there, seed, of, dtype, causal) for seed in (1, 2, 1)]
     assert all(repeats._KNOWN.values())
