@@ -4,7 +4,7 @@ Of large tables of parameters those items are left to `make test-all` that vary 
 several axes (decorators `parametrize`) keeps all of its items if they are few, or if it is marked `crossed`, because
 what it looks for lies in the combinations. Else an item that departs from the first value of more than one axis is
 thorough. So are storages of which another width is among the rest. Long lists of named keys are dealt out: each test
-of a file has the first and a third of them, and the next test the next third.
+of a file has the first and a quarter of them, and the next test the next quarter.
 
 Tests of the CUDA kernels and of what else there is for devices, in the folders `cuda` and `gpu`, are
 marked `cuda`: `make cuda` runs them. The contract on CuPy arrays, which the emulator runs, is among all others.
@@ -21,9 +21,9 @@ import pytest
 import strategies
 
 # A table of more items varies one axis at a time
-FEW = 12
+FEW = 8
 # A longer list of named keys is dealt out in so many parts
-MANY, PARTS = 24, 3
+MANY, PARTS = 16, 4
 # What these are stored as has representatives: other widths of the same kind of array
 OTHER_STORAGE = {
     "torch-float64",

@@ -50,9 +50,9 @@ def drawn(seed: int, *shape: int) -> Any:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def of_latents(dtype: str = "float32", T: int = 300, D: int = 24, **options: Any) -> Callable[..., Any]:
+def of_latents(dtype: str = "float32", T: int = 150, D: int = 12, **options: Any) -> Callable[..., Any]:
     def call(there: Any, seed: int) -> Any:
-        arrays = [there(drawn(seed + 100 * i, 2, 2, T, size), dtype) for i, size in enumerate((8, 8, D))]
+        arrays = [there(drawn(seed + 100 * i, 2, 1, T, size), dtype) for i, size in enumerate((8, 8, D))]
         given = dict(options)
         if "mask" in given:
             given["mask"] = there(np.random.default_rng(seed).random((2, 1, T)) < 0.7)
@@ -85,7 +85,7 @@ KEPT: dict[str, Callable[..., Any]] = {
     "latte, short": of_latents(T=40),
     "latte, both ways": of_latents(causal=False),
     "latte, masked": of_latents(mask=True),
-    "latte, packed": of_latents(offsets=np.array([0, 0, 120, 300])),
+    "latte, packed": of_latents(offsets=np.array([0, 0, 20, 150])),
     "tssa": of_tokens(),
     "tssa in float64": of_tokens("float64"),
     "tssa in bfloat16": of_tokens("bfloat16"),
@@ -120,11 +120,11 @@ ANEW: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", [*KEPT, *ANEW])
 def test_a_repeated_call_has_the_bits_of_a_new_one(there: Any, name: str) -> None:
     make = {**KEPT, **ANEW}[name]
-    found = [make(there, seed)().inner for seed in (1, 2, 3, 1)]
+    found = [make(there, seed)().inner for seed in (1, 2, 1)]
     kept = [call is not None for call in repeats._KNOWN.values()]
     assert kept
     assert all(kept) == (name in KEPT)
-    for seed, before in zip((1, 2, 3, 1), found, strict=True):
+    for seed, before in zip((1, 2, 1), found, strict=True):
         repeats.forget_calls()
         anew = make(there, seed)().inner
         assert (anew.dtype, anew.shape, anew.stride()) == (before.dtype, before.shape, before.stride())
@@ -301,7 +301,7 @@ def test_nothing_of_a_call_is_held(there: Any) -> None:
 def gradients_of(there: Any, seed: int, of: str, dtype: str, causal: bool) -> list[Any]:
     """What the operator of gradients returns, as torch's engine calls it."""
     if of == "latte":
-        Q, K, V = (there(drawn(seed + i, 2, 300, 8), dtype) for i in range(3))
+        Q, K, V = (there(drawn(seed + i, 2, 150, 8), dtype) for i in range(3))
         operator, x = ATTENTION, LatentArguments(Q, K, V, None, causal=causal)
     else:
         W = there(drawn(seed, 2, 40, 3, 8), dtype).transpose(1, 2)
