@@ -1,9 +1,9 @@
 """Calls of tensors on a device whose launches are kept, for later calls of the same kind.
 
 The host takes longer to prepare a short call than the device takes to run it. If launches depend on shapes and numbers
-alone, they need not be worked out again. A first call is noted on a tape (`cuda_source.taped`): its launches, the
-arrays that it makes, and the tables that it sends. A later call makes these arrays anew and launches the same kernels,
-with other addresses. The tables stay on the device.
+alone, they need not be worked out again. The second call of a kind is noted on a tape (`cuda_source.taped`): its
+launches, the arrays that it makes, and the tables that it sends. A later call makes these arrays anew and launches the
+same kernels, with other addresses. The tables stay on the device. So calls of a kind that comes once leave nothing.
 
 A call is kept only if each address that it launched with is known. It is the address of a given tensor, of an array
 that `new_array` made, or of a table. So a call that copies an array is never kept. But the call must do nothing else
@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from levattn._kernels.cuda_source import Launch, Tape, is_taping, layout, pointe
 _MOST = 64  # kinds of calls that are known
 _ALIGNED = 16  # bytes of the widest access of a kernel
 
-_KNOWN: OrderedDict[Hashable, Repeat | None] = OrderedDict()
+_KNOWN: OrderedDict[Hashable, Repeat | Literal["met", "new"]] = OrderedDict()  # "new": worked out each time
 _LOCK = Lock()
 
 
@@ -119,19 +119,21 @@ def by_launches(
     ]
     key = (name, *shapes, others)
     with _LOCK:
-        known = key in _KNOWN
-        if known:
-            _KNOWN.move_to_end(key)
-            found = _KNOWN[key]
-    if known:
-        return call() if found is None else found.run(tensors)
+        known = _KNOWN.get(key)
+        _KNOWN[key] = known or "met"
+        _KNOWN.move_to_end(key)
+        if len(_KNOWN) > _MOST:
+            _KNOWN.popitem(last=False)
+    if isinstance(known, Repeat):
+        return known.run(tensors)
+    if known != "met":
+        return call()
     with taped() as tape:
         results = call()
     found = Repeat.of(tape, tensors, results)
     with _LOCK:
-        _KNOWN[key] = found
-        if len(_KNOWN) > _MOST:
-            _KNOWN.popitem(last=False)
+        if key in _KNOWN:
+            _KNOWN[key] = found or "new"
     return results
 
 
