@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from itertools import pairwise, permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -556,6 +557,26 @@ def test_queries_of_families_are_moved_as_their_models_turn_them(family: str) ->
     assert max(turning) == pytest.approx(1, rel=1e-3)
     if family == "SmolLM3":
         assert min(turning) < 1e-6
+
+
+def test_turns_of_all_layers_are_measured_at_once() -> None:
+    """On a device each function of torch takes as long for few numbers as for many."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
+            called[function.overloadpacket.__name__] += 1
+            return function(*args, **(options or {}))
+
+    figures = []
+    for count in (2, 5):
+        called: Counter[str] = Counter()
+        model = base("Llama", num_hidden_layers=count)
+        with torch.no_grad(), Counted():
+            turns = rotations(model, _empty_layers(model), Origin(model), 90)
+        assert sorted(turns) == list(range(count))
+        figures.append((called["angle"], called["remainder"], called["complex"]))
+    assert figures[0] == figures[1]
+    assert figures[0][0] == 1
 
 
 def _looking(layers: Any) -> Any:

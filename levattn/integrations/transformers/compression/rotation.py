@@ -79,24 +79,50 @@ def rotations(model: Any, layers: Any, origin: Any, positions: int) -> dict[int,
             raise
         raise FixedError("has layers that keep no keys and values, or attention that is not read") from error
     half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    return {number: _rotation(model, number, q, places, 2.0**-5 if half else 2.0**-10) for number, q in seen.items()}
+    tolerance, part = 2.0**-5 if half else 2.0**-10, _named_part(model)
+    alike: dict[Any, list[int]] = {}
+    for number, q in seen.items():
+        alike.setdefault((q.shape, q.device), []).append(number)
+    found: dict[int, tuple[float, Rotation]] = {}
+    for numbers in alike.values():
+        # all at once, because each operation on so few numbers takes a device as long as one on many
+        each = _rotations(torch.stack([seen[number] for number in numbers]), places, part)
+        found |= dict(zip(numbers, each, strict=True))
+    for number in seen:
+        if not found[number][0] <= tolerance:
+            raise FixedError(f"does not turn the queries of layer {number} by their position, as rotary positions do")
+    return {number: found[number][1] for number in seen}
 
 
-def _rotation(model: Any, number: int, q: Any, places: list[int], tolerance: float) -> Rotation:
-    """Return the rotation that turns queries q[0] of position 0 into q[i] of position places[i], or raise."""
-    width, shifts = q.shape[2], torch.tensor(places, device=q.device)
-    tried: list[tuple[float, int, Rotation]] = []
-    for part in (_named_part(model), *_PARTS):
-        r = int(width * part) // 2 * 2
+def _rotations(q: Any, places: list[int], named: float) -> list[tuple[float, Rotation]]:
+    """Return for each l the rotation that best turns queries q[l, 0] of position 0 into q[l, i] of position places[i].
+
+    With its error, relative to the queries. `named`: the part of their width that turns by the config of the model.
+    """
+    pairs = []
+    for part in dict.fromkeys((named, *_PARTS)):
+        r = int(q.shape[3] * part) // 2 * 2
         order = torch.arange(r, device=q.device)
-        for first, second in ((order[: r // 2], order[r // 2 :]), (order[::2], order[1::2])):
-            found = Rotation(first, second, _angles(q, places, first, second))
-            later = found.moved(q[:1].expand_as(q).transpose(0, 1), shifts).transpose(0, 1)
-            tried.append((float((later - q).norm() / q.norm().clamp(min=1e-300)), len(tried), found))
-    error, _, best = min(tried, key=lambda each: each[:2])
-    if not error <= tolerance:
-        raise FixedError(f"does not turn the queries of layer {number} by their position, as rotary positions do")
+        pairs += [(order[: r // 2], order[r // 2 :]), (order[::2], order[1::2])]
+    turned = torch.cat([_turned(q, first, second) for first, second in pairs], 2)
+    angles = _angles(turned, places).split([len(first) for first, _ in pairs], 1)
+    shifts, size, errors = torch.tensor(places, device=q.device), _norms(q).clamp(min=1e-300), []
+    for (first, second), angle in zip(pairs, angles, strict=True):
+        found = Rotation(first, second, angle[:, None, None])  # of each layer
+        later = found.moved(q[:, :1].expand_as(q).transpose(1, 2), shifts).transpose(1, 2)
+        errors.append(_norms(later - q) / size)
+    best: list[tuple[float, Rotation]] = []
+    for number, tries in enumerate(torch.stack(errors, 1).nan_to_num(nan=torch.inf).tolist()):
+        error = min(tries)
+        which = tries.index(error)
+        first, second = pairs[which]
+        best.append((error, Rotation(first, second, angles[which][number])))
     return best
+
+
+def _norms(q: Any) -> Any:
+    """Return the norm of the queries of each layer."""
+    return q.flatten(1).norm(dim=1)
 
 
 def _named_part(model: Any) -> float:
@@ -106,12 +132,17 @@ def _named_part(model: Any) -> float:
     return float(rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0)
 
 
-def _angles(q: Any, places: list[int], first: Any, second: Any) -> Any:
-    """Return the angle of each pair for one position: each of the places doubles its digits."""
+def _turned(q: Any, first: Any, second: Any) -> Any:
+    """Return numbers (layers, places, pairs) with the angles by which pairs have turned at each of the places."""
     z = torch.complex(q[..., first], q[..., second])
-    turned = (z[:1].conj() * z).sum(1)  # (places, pairs): the sum of all rows has the common angle
-    angle = torch.zeros_like(turned[0].real)
-    for place, here in zip(places[1:], turned[1:], strict=True):
-        rest = torch.remainder(here.angle() - place * angle + math.pi, 2 * math.pi) - math.pi
+    return (z[:, :1].conj() * z).sum(2)  # the sum of all rows has their common angle
+
+
+def _angles(turned: Any, places: list[int]) -> Any:
+    """Return the angle (layers, pairs) of each pair for one position: each of the places doubles its digits."""
+    at = turned.angle().unbind(1)
+    angle = torch.zeros_like(at[0])
+    for place, here in zip(places[1:], at[1:], strict=True):
+        rest = torch.remainder(here - place * angle + math.pi, 2 * math.pi) - math.pi
         angle = angle + rest / place
     return angle
