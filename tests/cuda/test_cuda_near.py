@@ -154,7 +154,7 @@ def test_slots_with_columns_are_those_of_torch(
     sums = None if x.summaries is None else words(fused_kernels._side_by_side(x.summaries, torch.float32))
     for kept_kind in {torch.float32, kind}:
         kept = tuple(map(words, (x.kept_keys.to(kept_kind), x.kept_values.to(kept_kind), x.kept_count)))
-        slots = in_orders(cuda_near.write_slots, kept, sums, scale, width, words(q).dtype)
+        slots = in_orders(cuda_near.write_slots, kept, sums, scale, (width, width), words(q).dtype)
         for found, expected in zip(slots[:2], given[1:], strict=True):
             np.testing.assert_array_equal(found, words(expected[:, 0].contiguous()))
         np.testing.assert_array_equal(slots[2], weight)

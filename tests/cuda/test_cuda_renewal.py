@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from emulator import in_orders
-from levattn._kernels.pruned import RenewalArguments, Summaries, cpu, cuda_renewal
+from levattn._core.device import where_arrays_are
+from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, cpu, cuda_renewal, mapped
 from levattn.attention import Selection, causal_pruned_attention
 from levattn.exceptions import NonFiniteError
 from libraries import HAS_TORCH
@@ -240,6 +241,74 @@ def test_calls_are_those_of_main_memory(selection: Any, tensors: Any) -> None:
             assert one.positions == two.positions
             if two.radius is not None:
                 np.testing.assert_allclose(one.radius.inner.numpy(), two.radius, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+def test_tokens_one_by_one_take_the_kernels_of_a_token(selection: Any, dtype: str, tensors: Any) -> None:
+    """They read slots, their logarithms and recent keys."""
+    there, _, made = tensors
+    given = [X.to(getattr(torch, dtype)) for X in drawn(2, 2, 230)]
+    exact, _ = causal_pruned_attention(*(X.float() for X in given), selection, return_state=True)
+    Q, K, V = (there.CudaTensor(X, 1) for X in given)
+    Y, state = causal_pruned_attention(*(X[:, :, :180] for X in (Q, K, V)), selection, return_state=True)
+    parts = [Y.inner]
+    for t in range(180, 230):
+        made.ran.clear()
+        Y, state = causal_pruned_attention(*(X[:, :, t : t + 1] for X in (Q, K, V)), state, return_state=True)
+        assert not {"bmm", "_safe_softmax", "log", "_scaled_dot_product_flash_attention"} & set(made.ran)
+        parts.append(Y.inner)
+    found = torch.cat(parts, 2)
+    assert found.dtype == given[2].dtype
+    room = 1e-5 if dtype == "float32" else 2.0**-6 * float(given[2].abs().max())
+    torch.testing.assert_close(found.float(), exact, rtol=0, atol=room)
+
+
+@pytest.mark.parametrize("narrow", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize(("counted", "summed"), [(True, False), (True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("sizes", [(6, 16, 16), (6, 5, 3), (0, 8, 24)], ids=str)
+def test_a_row_and_the_share_of_summaries_are_those_of_the_definition(
+    sizes: tuple[int, int, int], counted: bool, summed: bool, narrow: str | None, tensors: Any
+) -> None:
+    """Some slots are absent, some summaries have no members, and columns make no whole packs."""
+    there, _, made = tensors
+    (s, d, D), (b, g, t, R), rng = sizes, (2, 3, 7, 4), np.random.default_rng(sum(sizes))
+
+    def rows(*shape: int) -> Any:
+        X = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+        return X if narrow is None else X.to(getattr(torch, narrow)).float()  # as a call widens them
+
+    count = torch.from_numpy(rng.integers(1, 9, (b, R)).astype(np.float64))
+    count[1, 2] = 0
+    weight = count * torch.from_numpy(rng.uniform(0.5, 1.5, (b, R)))
+    sums = (weight[..., None] * torch.from_numpy(rng.standard_normal((b, R, size))) for size in (d, D))
+    kept_count = torch.tensor([s, s // 2])
+    x = PrunedArguments(
+        q=rows(b, g, 1, d) / 2,
+        kept_keys=rows(b, s, d),
+        kept_values=rows(b, s, D),
+        kept_count=kept_count if counted else None,
+        summaries=Summaries(weight, *sums, weight * 0.3, count) if summed else None,
+        keys=rows(b, t, d),
+        values=rows(b, t, D),
+        first=[2],
+        last=[t],
+        role=None,
+        log_weight=None,
+        power=None,
+        narrow=None if narrow is None else (getattr(torch, narrow), 0.5),
+    )
+    wide = mapped(replace(x, narrow=None), lambda X: X.double() if X.is_floating_point() else X)
+    expected = cpu.definition.mixture(wide)
+    made.ran.clear()
+    given = mapped(x, lambda X: there.CudaTensor(X, 1))
+    found = where_arrays_are(lambda _: fused_kernels.mixture(given))(given.q)
+    assert ("bmm" in made.ran) == (not s and not summed)
+    rooms = {None: 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            one.inner.double(), other, rtol=0, atol=rooms[narrow] * max(1.0, float(other.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("kind", ["residual", "expected"])

@@ -53,17 +53,20 @@ def attend_near(
     return masses, gone, changes
 
 
-def write_slots(kept: tuple[Any, Any, Any], sums: Any, scale: float, width: int, kind: Any) -> tuple[Any, Any, Any]:
-    """Return keys and values (b, s + R + 1, width) of slots with log-weights as columns, and log-weights (b, s + R).
+def write_slots(
+    kept: tuple[Any, Any, Any], sums: Any, scale: float, widths: tuple[int, int], kind: Any
+) -> tuple[Any, Any, Any]:
+    """Return keys and values (b, s + R + 1, ·) of slots with log-weights as columns, and log-weights (b, s + R).
 
     As `attended_slots` in pruned/fused.py has them, of the format `kind`. `kept`: keys and values (b, s, ·), and how
     many there are, or None. `sums`: (b, R, d + D + 3), of summaries in float32, or None. A last slot has the weight 1.
+    `widths`: of the keys and of the values; columns beyond are left out.
     """
     xp, K, V = namespace(), on_device(kept[0]), on_device(kept[1])
     (b, s, d), D, R = K.shape, V.shape[2], 0 if sums is None else sums.shape[1]
     keys, values, logs = (
-        xp.empty((b, s + R + 1, width), kind),
-        xp.empty((b, s + R + 1, width), kind),
+        xp.empty((b, s + R + 1, widths[0]), kind),
+        xp.empty((b, s + R + 1, widths[1]), kind),
         xp.empty((b, s + R), np.float32),
     )
     arguments = [
@@ -76,8 +79,7 @@ def write_slots(kept: tuple[Any, Any, Any], sums: Any, scale: float, width: int,
         R,
         d,
         D,
-        width,
-        width,
+        *widths,
         keys,
         values,
         logs,

@@ -18,6 +18,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from levattn._core.types import Int64
 from levattn._kernels.pruned import PrunedArguments, Summaries, cuda_near, definition, mapped
+from levattn._kernels.pruned.cuda_decode import HeldSlots, attend_token
 from levattn._kernels.tensors import has_tangent, is_read_there, is_transformed, memory_of, tensor_of
 
 _PARTS = 3  # of a logarithm: 8 bits each for bfloat16 and TF32, 11 for float16
@@ -159,6 +160,10 @@ def mixed_by_fused(x: PrunedArguments, first: Int64, last: Int64) -> tuple[Any, 
     followed = not near or _is_causal(x, first, last)
     if not followed and cuda_near.has_few_near(first, last) and _near_is_read(x):
         return _with_near_there(x, q, scale, first, last)
+    if followed and near and x.q.shape[2] == 1 and _near_is_read(x):
+        found = _of_token(x, q, scale, int(first[0]))
+        if found is not None:
+            return found
     held = _slots(x, q.dtype)
     D, marked = x.values.shape[-1], x.summaries is not None
     if followed:
@@ -245,13 +250,42 @@ def _with_near_there(x: PrunedArguments, q: Any, scale: float, first: Int64, las
     if x.summaries is not None:
         sums = memory_of(_side_by_side(x.summaries, torch.float32))
     kept, read = tuple(map(memory_of, (x.kept_keys, x.kept_values, x.kept_count))), memory_of(q)
-    keys, values, logs = cuda_near.write_slots(kept, sums, scale, width, read.dtype)
+    keys, values, logs = cuda_near.write_slots(kept, sums, scale, (width, width), read.dtype)
     if sums is not None and x.role is not None:
         held = keys, values, logs
     near = cuda_near.attend_near(read, rows, (first, last), members, held, None if held is None else sums, scale)
     asked = tensor_of(cuda_near.widen_queries(read, near[0], scale, width)).flatten(1, 2)
     found = _fused(asked[:, None], tensor_of(keys)[:, None], tensor_of(values)[:, None], scale)
     return _joined_there(found.view(*shape, width), None, near, shape)
+
+
+def _of_token(x: PrunedArguments, q: Any, scale: float, low: int) -> tuple[Any, Any] | None:
+    """Return the result for one row that reads all slots and the keys from `low` on, by the kernels of a token.
+
+    None where they do not run. A column of the values marks summaries, as in `_slots`; with it come others, so that
+    rows still begin at packs.
+    """
+    d, D, sums, kind = q.shape[-1], x.values.shape[-1], None, memory_of(q).dtype
+    count, more = x.kept_keys.shape[1], 0
+    if x.summaries is not None:
+        sums, more = memory_of(_side_by_side(x.summaries, torch.float32)), _COLUMNS
+        count += sums.shape[1]
+    if not count:
+        return None
+    kept = tuple(map(memory_of, (x.kept_keys, x.kept_values, x.kept_count)))
+    parts = cuda_near.write_slots(kept, sums, scale, (d, D + more), kind)
+    keys, values, logs = (tensor_of(array)[:, None] for array in parts)
+    weighted = sums is not None or x.kept_count is not None
+    slots = HeldSlots.of(keys[:, :, :count], values[:, :, :count], logs if weighted else None, (0,), q.dtype.itemsize)
+    if slots is None:
+        return None
+    values_near = pad(x.values[:, None, low:], (0, more)) if more else x.values[:, None, low:]
+    near = x.keys[:, None, low:].to(q.dtype), values_near.to(q.dtype), None
+    Y = q.new_empty((*q.shape[:3], D + more))
+    if not attend_token(q, slots, near, scale, None, Y, partial(q.new_empty, dtype=torch.float32)):
+        return None
+    Y = Y.to(x.q.dtype)
+    return Y[..., :D], Y[..., D] if more else Y.new_zeros(Y.shape[:-1])
 
 
 def _joined_there(found: Any, sums: Any, near: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
