@@ -117,9 +117,10 @@ test: .venv-test/.ready
 	$(call style-with,.venv-test/bin)
 	$(call tests-and-types)
 
+test-all: export COMPILED = again
 test-all: .venv-test/.ready $(NVRTC:%=build/nvrtc/%/.ready)
 	$(call style-with,.venv-test/bin)
-	COMPILED=again; export COMPILED; $(call tests-and-types,-m "" --hypothesis-profile=thorough)
+	$(call tests-and-types,-m "" --hypothesis-profile=thorough)
 	$(MAKE) adversary ADVERSARY=1200
 	$(MAKE) peers
 

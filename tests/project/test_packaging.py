@@ -7,6 +7,8 @@ dependencies (tests/minimum.py). Here only sources are read.
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -182,3 +184,14 @@ def test_the_citation_refers_to_the_paper() -> None:
     assert [author["family-names"] for author in paper["authors"]] == ["Kannan", "Bhattacharyya", "Kacham", "Woodruff"]
     assert paper["identifiers"][0]["value"] == "arXiv:2410.05462"
     assert paper["url"] in TABLE["urls"].values()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("target", ["test", "test-all", "cuda", "package", "minimum", "docs"])
+def test_recipes_are_commands_that_a_shell_takes(target: str) -> None:
+    """The marks of make count at the beginning of a line alone: behind other commands a shell would run them."""
+    printed = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "python" in printed
+    assert not re.findall(r"[;&|]\s*[@+]\S*", printed)
