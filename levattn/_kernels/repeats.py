@@ -35,13 +35,13 @@ _LOCK = Lock()
 class Repeat:
     """The launches of a call.
 
-    `made`: shapes and torch dtypes of the arrays that it makes, and whether with zeros. `results`: which of these are
-    its results, with their shapes and strides, or None. `launches`: each with its arguments, and which of these are
-    addresses of a given tensor, or of an array that it makes. `tables`: arrays that arguments refer to.
+    `made`: shapes, strides and torch dtypes of the arrays that it makes, and whether with zeros. `results`: which of
+    these are its results, or None. `launches`: each with its arguments, and which of these are addresses of a given
+    tensor, or of an array that it makes. `tables`: arrays that arguments refer to.
     """
 
-    made: list[tuple[tuple[int, ...], Any, bool]]
-    results: list[tuple[int, tuple[int, ...], tuple[int, ...]] | None]
+    made: list[tuple[tuple[int, ...], tuple[int, ...], Any, bool]]
+    results: list[int | None]
     launches: list[tuple[Launch, list[Any], list[tuple[int, int]]]]
     tables: list[Any]
 
@@ -53,7 +53,8 @@ class Repeat:
         if len(places) < len(starts) or not all(array.size for array, _ in tape.made):
             return None
         mine = [None if found is None else places.get(_start(found), -1) - len(tensors) for found in results]
-        if any(place is not None and place < 0 for place in mine):
+        there = [place for place in mine if place is not None]
+        if min(there, default=0) < 0 or len(set(there)) < len(there):
             return None
         tables: list[Any] = []
         launches = []
@@ -73,33 +74,29 @@ class Repeat:
                 tables.append(array)
                 values[i] = pointer_to(array)
             launches.append((what, values, here))
-        made = [(tuple(array.shape), _dtype(array), zeros) for array, zeros in tape.made]
         shapes = [
-            None if place is None else (place, tuple(found.shape), found.stride())
-            for place, found in zip(mine, results, strict=True)
+            (tuple(array.shape), tuple(step // array.itemsize for step in array.strides)) for array, _ in tape.made
         ]
-        return cls(made, shapes, launches, tables)
+        for place, found in zip(mine, results, strict=True):
+            if place is not None:  # it may be a view of what was made
+                shapes[place] = tuple(found.shape), found.stride()
+        made = [(*shape, _dtype(array), zeros) for shape, (array, zeros) in zip(shapes, tape.made, strict=True)]
+        return cls(made, mine, launches, tables)
 
     def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results for tensors as the first ones were."""
         refuse_capture()
-        like, made = tensors[0], dict[int, Any]()
-        for mine in self.results:
-            if mine is not None:
-                i, shape, steps = mine
-                made[i] = like.new_empty_strided(shape, steps, dtype=self.made[i][1])
-                if self.made[i][2]:
-                    made[i].zero_()
-        for i, (shape, dtype, zeros) in enumerate(self.made):
-            if i not in made:
-                made[i] = (like.new_zeros if zeros else like.new_empty)(shape, dtype=dtype)
-        starts = [pointer_to(array) for array in (*tensors, *(made[i] for i in range(len(self.made))))]
+        made = []
+        for shape, steps, dtype, zeros in self.made:
+            array = tensors[0].new_empty_strided(shape, steps, dtype=dtype)
+            made.append(array.zero_() if zeros else array)
+        starts = [pointer_to(array) for array in (*tensors, *made)]
         for what, values, here in self.launches:
             values = values.copy()
             for place, i in here:
                 values[place] = starts[i]
             run_kernel(what, values)
-        return tuple([None if mine is None else made[mine[0]] for mine in self.results])
+        return tuple([None if mine is None else made[mine] for mine in self.results])
 
 
 def by_launches(
