@@ -45,21 +45,42 @@ class Quadratic:
         if self.rows is None:
             eye = xp.eye(y.shape[1], dtype=y.dtype, device=device_of(y))
             ours = self.H * F[:, :, None] * F[:, None, :] + eye * (1 - F)[:, None, :]
-            return F * xp.linalg.solve(ours, y)[:, :, 0]
-        return F * ridge_solutions(self.rows * F[:, None, :], 1 / self.ridge[:, :, 0], y)[:, :, 0]
+            return F * definite_solutions(ours, y)[:, :, 0]
+        return ridge_solutions(self.rows, F / self.ridge[:, :, 0], y)[:, :, 0]
 
     def taken(self, which: Any) -> Quadratic:
         """Return the matrices of some items of the batch."""
         return Quadratic(*(None if part is None else _rows(part, which) for part in (self.H, self.rows, self.ridge)))
 
 
+def definite_solutions(A: Any, y: Any) -> Any:
+    """Return A⁻¹ y for positive definite matrices A (b, s, s), and y (b, s, k). With torch nothing waits for a device."""
+    xp = namespace_of(A)
+    factor = getattr(xp.linalg, "cholesky_ex", None)  # torch's
+    if factor is not None:
+        return xp.cholesky_solve(y, factor(A)[0])
+    if not isinstance(A, np.ndarray):
+        return xp.linalg.solve(A, y)
+    from scipy.linalg.lapack import dposv
+
+    x = np.empty_like(y)
+    for item in range(len(A)):
+        _, x[item], failed = dposv(A[item].T, y[item])  # symmetric, and in the order of LAPACK
+        if failed:  # semidefinite, up to rounding
+            x[item] = np.linalg.solve(A[item], y[item])
+    return x
+
+
 def ridge_solutions(X: Any, inverse: Any, y: Any) -> Any:
-    """Return (XᵀX + diag(1 / inverse))⁻¹ y for X (b, r, s), inverse (b, s or 1) and y (b, s, k), by r × r systems."""
-    xp, scaled = namespace_of(X), X * inverse[:, None, :]
-    inner = xp.matmul(scaled, xp.matrix_transpose(X)) + xp.eye(X.shape[1], dtype=X.dtype, device=device_of(X))
-    return inverse[:, :, None] * y - xp.matmul(
-        xp.matrix_transpose(scaled), xp.linalg.solve(inner, xp.matmul(scaled, y))
-    )
+    """Return (XᵀX + diag(1 / inverse))⁻¹ y for X (b, r, s), inverse (b, s) and y (b, s, k), by r × r systems.
+
+    Where `inverse` is 0, so is the solution.
+    """
+    xp, root = namespace_of(X), namespace_of(X).sqrt(inverse)
+    rows, y = X * root[:, None, :], root[:, :, None] * y
+    turned = xp.matrix_transpose(rows)
+    inner = xp.matmul(rows, turned) + xp.eye(X.shape[1], dtype=X.dtype, device=device_of(X))
+    return root[:, :, None] * (y - xp.matmul(turned, definite_solutions(inner, xp.matmul(rows, y))))
 
 
 def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
@@ -76,13 +97,15 @@ def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
     xp, (b, s) = namespace_of(g), g.shape
     if not b * s:
         return x
-    parts, left, reach = [], np.arange(b), _NEAR * (high - low)
+    parts, left, reach, box = [], np.arange(b), _NEAR * (high - low), _Box.of(low, high, x)
+    least = 8 * xp.finfo(g.dtype).eps  # of rounding, relative to the sizes of terms
     settled, failed = (xp.zeros((b,), dtype=xp.bool, device=device_of(g)) for _ in range(2))  # settled: on its face
     for step in range(100 + 10 * s):
-        r = H.times(x[:, None, :])[:, 0, :] - g
-        noise = 8 * xp.finfo(g.dtype).eps * (H.of_sizes(x) + xp.abs(g))
-        bound = (x <= low) | (x >= high)
-        wrong = bound & (xp.where(x <= low, -r, r) > noise)
+        product = H.times(x[:, None, :])[:, 0, :]
+        sizes = product if H.rows is not None and low >= 0 else H.of_sizes(x)
+        r, noise = product - g, least * (sizes + xp.abs(g))
+        rises, falls, at_low, at_high = r > noise, r < -noise, x <= low, x >= high
+        bound, wrong = at_low | at_high, (at_low & falls) | (at_high & rises)
         ended = to_numpy(failed | (settled & ~xp.any(wrong, axis=1)))
         if ended.any():
             parts.append((left[ended], _rows(x, ended)))
@@ -91,12 +114,13 @@ def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
                 order = np.argsort(np.concatenate([rows for rows, _ in parts]))
                 return _rows(xp.concat([part for _, part in parts], axis=0), order)
             H = H.taken(on)
-            g, x, r, noise, bound, wrong, settled = (
-                _rows(each, on) for each in (g, x, r, noise, bound, wrong, settled)
+            g, x, r, noise, rises, falls, bound, wrong, settled = (
+                _rows(each, on) for each in (g, x, r, noise, rises, falls, bound, wrong, settled)
             )
         freed = wrong if step < _BOLD else wrong & settled[:, None]
-        beyond = ((x <= low + reach) & (r > noise)) | ((x >= high - reach) & (r < -noise))
-        found, down, whole = _step(H, r, noise, x, (~bound | freed) & ~beyond, low, high)
+        beyond = ((x <= low + reach) & rises) | ((x >= high - reach) & falls)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found, down, whole = _step(H, r, noise, x, (~bound | freed) & ~beyond, box)
         x, none = xp.where(down[:, None], found, x), ~xp.any(freed, axis=1)
         settled, failed = xp.where(down, whole, settled | none), ~(down | none)
     raise FloatingPointError(
@@ -105,24 +129,44 @@ def least_in_box(H: Quadratic, g: Any, x: Any, low: float, high: float) -> Any:
     )
 
 
-def _step(H: Quadratic, r: Any, noise: Any, x: Any, free: Any, low: float, high: float) -> tuple[Any, Any, Any]:
+@dataclass(frozen=True, eq=False)
+class _Box:
+    """The ends of a box, their sum, and the parts of a step that are tried, as arrays where the numbers are."""
+
+    low: Any
+    high: Any
+    both: Any
+    halves: Any
+    tried: Any
+
+    @classmethod
+    def of(cls, low: float, high: float, like: Any) -> _Box:
+        """Return the box for numbers like these: copied once, as each copy to a device takes as long as a step's sum."""
+        xp = namespace_of(like)
+        given = np.concatenate([[low, high, low + high], 0.5 ** np.arange(_HALVINGS)])
+        numbers = xp.asarray(given, dtype=like.dtype, device=device_of(like))
+        places = xp.arange(_HALVINGS + 1, device=device_of(like))
+        return cls(numbers[0], numbers[1], numbers[2], numbers[None, 3:], places)
+
+
+def _step(H: Quadratic, r: Any, noise: Any, x: Any, free: Any, box: _Box) -> tuple[Any, Any, Any]:
     """Return the best points of the paths, whether these lead down, and whether they are minima of their faces.
 
     r: (b, s), the gradient at x, to `noise`. free: (b, s), the variables that may move; others go to their bounds.
     """
     xp = namespace_of(x)
     d = H.solved(xp.astype(free, x.dtype), -r)
-    ends = xp.where(xp.where(free, d, 2 * x - low - high) > 0, xp.full_like(x, high), xp.full_like(x, low))
-    ratio = xp.where(d != 0, (ends - x) / xp.where(d != 0, d, xp.ones_like(d)), xp.full_like(d, xp.inf))
-    halves = xp.asarray(0.5 ** np.arange(_HALVINGS), dtype=x.dtype, device=device_of(x))
-    first = xp.min(xp.where(ratio > 0, xp.clip(ratio, 0.0, 1.0), xp.ones_like(ratio)), axis=1, keepdims=True)
-    t = xp.concat([xp.broadcast_to(halves, (x.shape[0], _HALVINGS)), first], axis=1)[:, :, None]
+    ends = xp.where(xp.where(free, d, 2 * x - box.both) > 0, box.high, box.low)
+    ratio = xp.abs(ends - x) / xp.abs(d)  # infinite or no number where d is 0, which no part of the step bends
+    most = box.halves[:, :1]
+    first = xp.min(xp.where(ratio > 0, xp.minimum(ratio, most), most), axis=1, keepdims=True)
+    t = xp.concat([xp.broadcast_to(box.halves, (x.shape[0], _HALVINGS)), first], axis=1)[:, :, None]
     bent = (ratio[:, None, :] <= t) | ~free[:, None, :]
     points = xp.where(bent, ends[:, None, :], x[:, None, :] + t * d[:, None, :])
     e = points - x[:, None, :]
     change = xp.sum(e * (H.times(e) / 2 + r[:, None, :]), axis=2)
-    picked = xp.argmin(change, axis=1)[:, None] == xp.arange(_HALVINGS + 1, device=device_of(x))
-    found = xp.sum(xp.where(picked[:, :, None], points, xp.zeros_like(points)), axis=1)
+    picked = xp.argmin(change, axis=1)[:, None] == box.tried
+    found = xp.sum(xp.where(picked[:, :, None], points, 0 * most), axis=1)
     down = xp.min(change, axis=1) < -xp.sum(xp.abs(found - x) * noise, axis=1)
     return found, down, xp.all(found == x + d, axis=1)
 

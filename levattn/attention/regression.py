@@ -13,7 +13,7 @@ from typing import Any
 
 from levattn._core.arrays import is_away
 from levattn.attention.arguments import device_of, namespace_of, without_gradient
-from levattn.attention.box import Quadratic, least_in_box, ridge_solutions
+from levattn.attention.box import Quadratic, definite_solutions, least_in_box, ridge_solutions
 from levattn.attention.pruned import choice
 from levattn.attention.pruned.selection import BY_ATTENTION, Checks, SelectionRule
 from levattn.sensitivity.leverage import leverage_scores
@@ -312,7 +312,7 @@ def _values(rows: Weighted, y: Any, c: Any, old: Any, log_weights: Any, there: A
         if few:
             C = old + ridge_solutions(X, 1 / ridge, right)
         else:
-            C = old + xp.linalg.solve(A + ridge[:, :, None] * eye, right)
+            C = old + definite_solutions(A + ridge[:, :, None] * eye, right)
         square = xp.sum(C * C, axis=2)
         far = square > _IN_BALL * radius[:, None]
         if raises == _RAISES or not bool(xp.any(far)):

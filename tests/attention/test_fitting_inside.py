@@ -116,6 +116,35 @@ def test_few_rows_are_solved_as_their_gram_matrix(kind: str, ridge: float) -> No
         assert np.all(fine | ((x == LOW) & (gradient > 0)) | ((x == HIGH) & (gradient < 0)))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_definite_systems_are_solved(library: str) -> None:
+    """By Cholesky factors; a matrix that is semidefinite up to rounding has none."""
+    rng = np.random.default_rng(0)
+    F, y = rng.standard_normal((3, 20, 9)), rng.standard_normal((3, 9, 2))
+    A = F.swapaxes(1, 2) @ F
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        found = box.definite_solutions(torch.from_numpy(A), torch.from_numpy(y)).numpy()
+    else:
+        A[1] = np.diag([*np.ones(8), -1e-16])
+        found = box.definite_solutions(A, y)
+    np.testing.assert_allclose(A @ found, y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_have_the_minimum_of_their_gram_matrix(kind: str) -> None:
+    """Products of nonnegative rows are their own sizes; bounds may be below zero, where they are not."""
+    for seed, (low, high) in itertools.product(range(5), ((0.05, 20.0), (-0.5, 1.5))):
+        rng = np.random.default_rng(seed)
+        R = np.abs(problem(kind, seed)[0])
+        rho = np.maximum(1e-2 * (R**2).sum(axis=(1, 2), keepdims=True) / R.shape[2], 1e-3)
+        g = np.einsum("brs,br->bs", R, 3 * rng.random(R.shape[:2]))
+        formed = box.Quadratic(R.swapaxes(1, 2) @ R + rho * np.eye(R.shape[2]))
+        few, start = box.Quadratic(None, R, rho), np.ones_like(g)
+        found, expected = (box.least_in_box(H, g, start, low, high) for H in (few, formed))
+        np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-9)
+
+
 def test_nothing_to_solve() -> None:
     for b, s in ((0, 3), (2, 0)):
         assert box.least_in_box(

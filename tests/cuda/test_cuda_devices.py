@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -494,6 +495,35 @@ def test_a_step_of_a_layer_copies_a_token(tensors: Any, cache_slots: Any, monkey
         assert len(places.launches) == 2 * len(groups)
         expected = cache_slots.attended(q, groups, tail, there.CudaTensor(mask[:, 0, 0, 300:], 1), 0.3, None)
         assert torch.equal(found.inner, expected.inner)
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_layer_is_compressed_with_few_waits(tensors: Any, cache_slots: Any, fitted: bool) -> None:
+    """For heads that are alike: as many waits for eight of them as for two, beside those of the steps of a fit."""
+    import torch
+
+    from levattn.integrations.transformers.compression import compress, profile, references, rotation
+    from levattn.integrations.transformers.compression.cache import CompressedCache
+    from levattn.integrations.transformers.compression.layer import CompressedLayer
+
+    there, _, made = tensors
+    put = partial(there.CudaTensor, device=0)
+    turn = rotation.Rotation(put(torch.arange(4)), put(torch.arange(4, 8)), put(torch.linspace(0, 1, 4).double()))
+    waits = []
+    for G in (2, 8):
+        q, k, v = (put(torch.from_numpy(keys(h * 300, 8).reshape(1, h, 300, 8)).bfloat16()) for h in (2 * G, G, G))
+        tokens, present = put(torch.zeros(1, 300, dtype=torch.int64)), put(torch.ones(1, 300, dtype=torch.bool))
+        cache = CompressedCache([CompressedLayer(0)], tokens, present, None)
+        fit = references.References({0: turn}, tokens[:, :0], present[:, :0])
+        chosen = profile.HeadSelections.of(Selection(0.25, summaries=0 if fitted else 0.5), None, {0}, set(), 4.0)
+        keeper = compress._Keeper(cache, chosen, fit if fitted else None, 8, rules=False)
+        keeper.first, keeper.last = 0, 300
+        made.crossed.clear()
+        cache.layers[0].look(0, q, k, v, 8**-0.5, None)
+        waits.append(made.crossed.count("back"))
+        assert keeper.found[0][0].bits == 8
+    assert max(waits) <= (32 if fitted else 4)
+    assert fitted or waits[0] == waits[1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -63,11 +63,10 @@ class CudaTensor(torch.Tensor):  # type: ignore[misc]
 
     def __getitem__(self, index: Any) -> Any:
         """Rows as `torch.Tensor` has them, whose own code asks for a true device."""
-        bare = tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, index)
-        return CudaTensor(self.inner[bare], self.device.index)
+        return CudaTensor(self.inner[_without_device(index)], self.device.index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.inner[index].copy_(value.inner)
+        self.inner[_without_device(index)] = _without_device(value)
 
     def __invert__(self) -> Any:
         return torch.bitwise_not(self)
@@ -78,6 +77,10 @@ class CudaTensor(torch.Tensor):  # type: ignore[misc]
     @classmethod
     def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), options: Any = None) -> Any:
         return on_devices(function, args, options or {})
+
+
+def _without_device(value: Any) -> Any:
+    return tree_map(lambda x: x.inner if isinstance(x, CudaTensor) else x, value)
 
 
 def on_devices(function: Any, args: Any, options: dict[str, Any]) -> Any:

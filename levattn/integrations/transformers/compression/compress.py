@@ -368,6 +368,7 @@ class _Keeper:
         self, cache: CompressedCache, of_heads: HeadSelections, fit: References | None, bits: int, *, rules: bool
     ) -> None:
         self.cache, self.of_heads, self.renew_every = cache, of_heads, of_heads.renew_every()
+        self.present = cache.present.cpu()  # each number that a layer asks of a device waits for it
         self.fit, self.bits, self.rules = fit, bits, rules  # whether slots of published rules are fitted too
         self.layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
         self.found: dict[int, tuple[slots.HeadSlots, ...]] = {}  # slots of layers that read the chunk
@@ -446,11 +447,13 @@ class _Keeper:
             for j, head in enumerate(heads):
                 found[b, head] = slots.of_head(kept, j)
                 errors[b, head] = error[j]
-                if not slots.any_weight(found[b, head]) and bool(self.cache.present[b, self.first : self.last].any()):
-                    raise ValueError(
-                        f"scores of head {head} of layer {number} are -inf for all keys of row {b}; expected a number "
-                        "for one key at least"
-                    )
+            # other scores are finite
+            none = slots.without_weight(kept) if given and bool(self.present[b, self.first : self.last].any()) else []
+            if none:
+                raise ValueError(
+                    f"scores of head {heads[none[0]]} of layer {number} are -inf for all keys of row {b}; expected a "
+                    "number for one key at least"
+                )
 
         parallel_for(keep, len(jobs), threads=1 if batched else None)
         groups = []
@@ -467,16 +470,16 @@ class _Keeper:
 
         Heads of a layer with the same scores are scored together, and threads run no code of a user.
         """
-        here = self.cache.present[b, self.first : self.last].to(k.device)
         found: dict[int, Any] = {}
         of: dict[Any, tuple[Any, list[int]]] = {}  # by name, or by identity: functions need not be hashable
         for head, selection in enumerate(own):
             if callable(selection.scores) or baseline_of(selection.scores):
                 scores = selection.scores
                 of.setdefault(scores if isinstance(scores, str) else id(scores), (scores, []))[1].append(head)
-        rows = here.nonzero()[:, 0]
+        here = self.present[b, self.first : self.last]
         for scores, heads in of.values():
-            if len(rows) and any(own[head].budget != 1.0 for head in heads):
+            if bool(here.any()) and any(own[head].budget != 1.0 for head in heads):
+                rows = here.nonzero()[:, 0].to(k.device)
                 Q, K, V = q[heads][:, :, rows], k[heads][:, rows], v[heads][:, rows]
                 each = scores_of(scores, Q, K, V, softcap)
                 found |= {head: each[i : i + 1] for i, head in enumerate(heads)}
@@ -489,14 +492,14 @@ class _Keeper:
 
         `Q`: (h, g, n, d). `K`, `V`: (h, n, ·). `scores`: (h, n) of a function or a published rule, or None.
         """
-        here = self.cache.present[b, self.first : self.last].to(K.device)
-        before = int(self.cache.present[b, : self.first].sum())
+        here, before = self.present[b, self.first : self.last], int(self.present[b, : self.first].sum())
         later = Q[:, :, len(here) :], K[:, len(here) :]
         Q, K, V = Q[:, :, : len(here)], K[:, : len(here)], V[:, : len(here)]
         if not bool(here.all()):
+            here = here.to(K.device)
             Q, K, V = Q[:, :, here], K[:, here], V[:, here]
         n, widths, own = K.shape[1], (K.shape[2], V.shape[2]), K.element_size()
-        chunk, of = range(before, before + n), int(self.cache.present[b].sum())
+        chunk, of = range(before, before + n), int(self.present[b].sum())
         fit = None if selection.summaries or (baseline_of(selection.scores) and not self.rules) else self.fit
         split = slots.Split.of(selection if fit is None else replace(selection, summaries=0)).of_chunk(chunk, of)
         position = position_nbytes(widths, own, self.bits)

@@ -303,9 +303,10 @@ def slot_counts(group: HeadSlots) -> Any:
     return (_weighted(group.arrays)[2] > -torch.inf).sum(2).amax(1).cpu()
 
 
-def any_weight(slots: SlotArrays) -> bool:
-    """Return whether there is a slot with a weight."""
-    return bool((_weighted(slots)[2] > -torch.inf).any())
+def without_weight(slots: SlotArrays) -> list[int]:
+    """Return the heads that have no slot with a weight."""
+    none = ~(_weighted(slots)[2] > -torch.inf).any(1)
+    return [head for head, flag in enumerate(none.tolist()) if flag]
 
 
 def of_head(slots: SlotArrays, j: int) -> SlotArrays:
