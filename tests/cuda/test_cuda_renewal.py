@@ -264,6 +264,20 @@ def test_tokens_one_by_one_take_the_kernels_of_a_token(selection: Any, dtype: st
     torch.testing.assert_close(found.float(), exact, rtol=0, atol=room)
 
 
+@pytest.mark.parametrize("selection", [Selection(64), Selection(80, window=0, summaries=30)], ids=str)
+def test_columns_of_a_token_may_lie_apart(selection: Any, tensors: Any) -> None:
+    """Products of queries keep their layout; right after a selection without a window keys lie as they were given."""
+    there, _, _ = tensors
+    given = drawn(1, 2, 230)
+    exact, _ = causal_pruned_attention(*given, selection, return_state=True)
+    Q, K, V = (there.CudaTensor(X.repeat_interleave(2, -1)[..., ::2], 1) for X in given)
+    _, state = causal_pruned_attention(*(X[:, :, :180] for X in (Q, K, V)), selection, return_state=True)
+    for t in range(180, 230):
+        q = there.CudaTensor(given[0][:, :, t].mT.contiguous().mT[:, :, None], 1)
+        Y, state = causal_pruned_attention(q, *(X[:, :, t : t + 1] for X in (K, V)), state, return_state=True)
+        torch.testing.assert_close(Y.inner, exact[:, :, t : t + 1], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("narrow", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize(("counted", "summed"), [(True, False), (True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("sizes", [(6, 16, 16), (6, 5, 3), (0, 8, 24)], ids=str)

@@ -61,6 +61,10 @@ class CudaTensor(torch.Tensor):  # type: ignore[misc]
         """A tensor that lies there: the shape of this one cannot change."""
         return CudaTensor(torch.empty(0, dtype=self.dtype, device="cpu").set_(*where), self.device.index)
 
+    def contiguous(self, **_options: Any) -> Any:
+        """A copy where rows do not follow each other, as torch makes it, whose own code asks for a true device."""
+        return self if self.is_contiguous() else self.clone(memory_format=torch.contiguous_format)
+
     def __getitem__(self, index: Any) -> Any:
         """Rows as `torch.Tensor` has them, whose own code asks for a true device."""
         return CudaTensor(self.inner[_without_device(index)], self.device.index)

@@ -265,7 +265,7 @@ def _of_token(x: PrunedArguments, q: Any, scale: float, low: int) -> tuple[Any, 
     None where they do not run. A column of the values marks summaries, as in `_slots`; with it come others, so that
     rows still begin at packs.
     """
-    d, D, sums, kind = q.shape[-1], x.values.shape[-1], None, memory_of(q).dtype
+    d, D, sums, read = q.shape[-1], x.values.shape[-1], None, memory_of(q)
     count, more = x.kept_keys.shape[1], 0
     if x.summaries is not None:
         sums, more = memory_of(_side_by_side(x.summaries, torch.float32)), _COLUMNS
@@ -273,16 +273,16 @@ def _of_token(x: PrunedArguments, q: Any, scale: float, low: int) -> tuple[Any, 
     if not count:
         return None
     kept = tuple(map(memory_of, (x.kept_keys, x.kept_values, x.kept_count)))
-    parts = cuda_near.write_slots(kept, sums, scale, (d, D + more), kind)
+    parts = cuda_near.write_slots(kept, sums, scale, (d, D + more), read.dtype)
     keys, values, logs = (tensor_of(array)[:, None] for array in parts)
     weighted = sums is not None or x.kept_count is not None
     slots = HeldSlots.of(keys[:, :, :count], values[:, :, :count], logs if weighted else None, (0,), q.dtype.itemsize)
     if slots is None:
         return None
     values_near = pad(x.values[:, None, low:], (0, more)) if more else x.values[:, None, low:]
-    near = x.keys[:, None, low:].to(q.dtype), values_near.to(q.dtype), None
+    near = *(memory_of(rows.to(q.dtype)) for rows in (x.keys[:, None, low:], values_near)), None
     Y = q.new_empty((*q.shape[:3], D + more))
-    if not attend_token(q, slots, near, scale, None, Y, partial(q.new_empty, dtype=torch.float32)):
+    if not attend_token(read, slots, near, scale, None, Y, partial(q.new_empty, dtype=torch.float32)):
         return None
     Y = Y.to(x.q.dtype)
     return Y[..., :D], Y[..., D] if more else Y.new_zeros(Y.shape[:-1])
