@@ -56,6 +56,9 @@ class Repeat:
         there = [place for place in mine if place is not None]
         if min(there, default=0) < 0 or len(set(there)) < len(there):
             return None
+        returned = [found for found in results if found is not None]
+        if any(x.numel() != tape.made[place][0].size for x, place in zip(returned, there, strict=True)):
+            return None  # launches write more than is returned
         tables: list[Any] = []
         launches = []
         for what, arguments in tape.launches:

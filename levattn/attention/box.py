@@ -54,7 +54,7 @@ class Quadratic:
 
 
 def definite_solutions(A: Any, y: Any) -> Any:
-    """Return A⁻¹ y for positive definite matrices A (b, s, s), and y (b, s, k). With torch nothing waits for a device."""
+    """Return A⁻¹ y for positive definite matrices A (b, s, s), and y (b, s, k); with torch nothing waits."""
     xp = namespace_of(A)
     factor = getattr(xp.linalg, "cholesky_ex", None)  # torch's
     if factor is not None:
@@ -141,7 +141,7 @@ class _Box:
 
     @classmethod
     def of(cls, low: float, high: float, like: Any) -> _Box:
-        """Return the box for numbers like these: copied once, as each copy to a device takes as long as a step's sum."""
+        """Return the box for numbers like these; copied once, because each copy to a device takes long."""
         xp = namespace_of(like)
         given = np.concatenate([[low, high, low + high], 0.5 ** np.arange(_HALVINGS)])
         numbers = xp.asarray(given, dtype=like.dtype, device=device_of(like))
