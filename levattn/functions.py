@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from levattn._core.blas import lapack
 from levattn._core.checks import positive_number
 from levattn._core.types import Flags, Float64
 
@@ -430,7 +431,7 @@ def _axes(matrix: Float64) -> tuple[Float64, Float64, Float64] | None:
         even = matrix / c[:, None] / c
     if diagonal.min(initial=0.0) < 0 or (even[sizes == 0] != 0).any() or not np.abs(even).max(initial=0.0) < 2:
         return None
-    values, vectors = np.linalg.eigh(even)
+    values, vectors = lapack(np.linalg.eigh, even)
     if values.min(initial=0.0) < -_ALIKE * len(matrix):
         return None
     return sizes, np.maximum(values, 0.0) + 4 * len(matrix) * 2.0**-53 * values.max(initial=0.0), vectors

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.blas import lapack
 from levattn.attention.arguments import device_of, namespace_of
 
 _HALVINGS = 20
@@ -65,7 +66,7 @@ def definite_solutions(A: Any, y: Any) -> Any:
 
     x = np.empty_like(y)
     for item in range(len(A)):
-        _, x[item], failed = dposv(A[item].T, y[item])  # symmetric, and in the order of LAPACK
+        _, x[item], failed = lapack(dposv, A[item].T, y[item])  # symmetric, and in the order of LAPACK
         if failed:  # semidefinite, up to rounding
             x[item] = np.linalg.solve(A[item], y[item])
     return x

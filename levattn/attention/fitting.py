@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
+from levattn._core.blas import blas_limit
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
+from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn._core.types import Float64, Int64, dtype_name
 from levattn.attention.arguments import (
     check_sizes,
@@ -234,8 +236,8 @@ def fit_slots(
     -----
     Time O(m n (d + D) + m s (min(m, s) + d + D)) for each head. That includes a few systems of m or s unknowns,
     whichever are fewer. (Some s of them, if keys lie on a smooth curve.) Memory O(m D + n (d + D) + min(m, s) s), and
-    2²² logits at a time, or one row of them. (On a device 2²⁶.) The Gram matrices and all that is solved
-    are in float64. Bounds hold by a projected Newton method [2]_
+    2²² logits at a time in each thread, or one row of them. (On a device 2²⁶.) In main memory, threads share
+    the heads. The Gram matrices and all that is solved are in float64. Bounds hold by a projected Newton method [2]_
     that ends at the minimum, to rounding. Rank-deficient and graded F need no care, because the ridges bound condition
     numbers, by 1 + 100 s for the weights.
 
@@ -363,12 +365,21 @@ def _fitted(call: PrunedCall, selection: Selection, factor: float, rounded: Any,
     slots = rule.slots.selected + rule.slots.window + rule.slots.sinks
     largest = _LARGEST[dtype_name(call.given.dtype)]
     step = heads_at_once(max(fit.q.shape[1], unseen.q.shape[1]), n, min(slots, n), K)
-    found: list[_Part] = []
-    for first in range(0, max(b, 1), step):
-        some = slice(first, min(first + step, b))
+    # threads run no code of a user
+    threads = 1 if rounded or rule.function is not None or not isinstance(K, np.ndarray) else num_threads()
+    step = min(step, max(1, -(-b // threads)))
+    starts = range(0, max(b, 1), step)
+    found: list[Any] = [None] * len(starts)
+
+    def keep(i: int) -> None:
+        some = slice(starts[i], min(starts[i] + step, b))
         arrays = K[some, ...], V[some, ...], None if scores is None else scores[some, ...]
-        heads = fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, rounded, checks)
-        found.append((items[some], keys, heads))
+        with np.errstate(all="ignore"), thread_limit(1) if threads > 1 and len(starts) > 1 else nullcontext():
+            heads = fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, rounded, checks)
+        found[i] = items[some], keys, heads
+
+    with blas_limit(1) if len(starts) > 1 else nullcontext():
+        parallel_for(keep, len(starts), threads=threads)
     return found
 
 

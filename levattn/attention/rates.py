@@ -17,6 +17,7 @@ import array_api_compat
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.blas import lapack
 from levattn._core.checks import real_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
@@ -488,7 +489,7 @@ def largest_step(U: Any, eps: float, /) -> Any:
     _, K, d, _ = U.shape
     if not K:
         raise ValueError(f"U has shape {tuple(U.shape)}; expected at least one group")
-    sizes = xp.max(xp.linalg.svdvals(xp.astype(U, xp.float64)), axis=-1)
+    sizes = xp.max(lapack(xp.linalg.svdvals, xp.astype(U, xp.float64)), axis=-1)
     largest = xp.max(sizes, axis=-1) * _gain(d, eps)
     least = _or_one(xp, largest)
     return _scalar(xp.where(largest > 0, 2 / (least * least), xp.full_like(largest, math.inf)), call.batch)
@@ -675,7 +676,7 @@ def _logdet(Z: Any, weights: Any = None) -> Any:
         if weights is not None:
             there = weights > 0
             Z = xp.where(there, xp.sqrt(xp.where(there, weights, xp.ones_like(weights))), weights)[..., None] * Z
-        s = xp.linalg.svdvals(Z)
+        s = lapack(xp.linalg.svdvals, Z)
         return xp.sum(xp.log1p(s * s), axis=1)
     side = xp.eye(min(n, d), dtype=Z.dtype, device=device_of(Z))
     if d <= n:

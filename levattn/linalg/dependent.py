@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from levattn._core.blas import lapack
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import FACTOR, KEYS, Rows
 from levattn.linalg.accumulator import PLAIN_NOISE, UNIT
@@ -59,7 +60,7 @@ def factor_dependent(rows: Rows, G: Float64, target: float) -> Dependent:
         space = Span.of(rows)
         if space.rank != len(kept):
             return Dependent(space)
-    Q = np.linalg.qr(Z)[0]
+    Q = lapack(np.linalg.qr, Z)[0]
     whitening, bound = _projected(W, kept, Q), float(made.bound[0])
     error = PLAIN_NOISE * bound + 8 * UNIT * float(np.sqrt(len(c) * bound))
     spread = float(np.sum(whitening * whitening))
@@ -91,7 +92,7 @@ def _independent(H: Float64, entries: Int64, tolerance: float) -> Flags:
         from scipy.linalg.lapack import dpstrf
 
         # BLAS pays for its threads, and LAPACK chooses columns by their pivots
-        _, pivots, rank, _ = dpstrf(H, tol=tolerance)
+        _, pivots, rank, _ = lapack(dpstrf, H, tol=tolerance)
         out[pivots[:rank] - 1] = True
     return out
 

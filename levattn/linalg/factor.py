@@ -20,6 +20,7 @@ from levattn._core.arrays import (
     to_numpy,
     where,
 )
+from levattn._core.blas import lapack
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
@@ -464,7 +465,7 @@ class Factor:
         out = np.zeros((len(self.rank), self.columns, self.columns))
         for item in range(len(out)):
             N, exponents = self.even_normalizer(item)
-            N = N if self.wide is None else np.asarray(np.linalg.qr(N, mode="r"))
+            N = N if self.wide is None else np.asarray(lapack(np.linalg.qr, N, mode="r"))
             out[item, : len(N)] = np.ldexp(N, exponents)
         return out
 
@@ -514,7 +515,7 @@ class Factor:
             even, c = _columns(self, item, B)
             inverse = _left_inverse(even[:, kept]) * c
             N[kept] = solve(np.ascontiguousarray(C[np.ix_(kept, kept)]), np.ascontiguousarray(inverse.T)).T
-            N = np.where(live, np.linalg.qr(N, mode="r"), 0.0)
+            N = np.where(live, lapack(np.linalg.qr, N, mode="r"), 0.0)
         exponents = np.frexp(column_norms(N))[1].astype(np.int32)
         N = np.ldexp(N, -exponents)
         return N, exponents - self._scale_powers(item)
@@ -538,7 +539,7 @@ class Factor:
         out = np.ones(len(self.rank))
         for item, rank in enumerate(self.rank):
             if rank:
-                s = np.linalg.svd(np.ldexp(*self.even_normalizer(item)), compute_uv=False)
+                s = lapack(np.linalg.svd, np.ldexp(*self.even_normalizer(item)), compute_uv=False)
                 out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
         return out
 
@@ -622,9 +623,9 @@ def normalizer_rounding(factor: Factor, item: int) -> float:
     few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
     C, spread = C[np.ix_(kept, kept)], 1.0
     if compensated and len(C):
-        spread = float(np.linalg.norm(np.abs(np.linalg.inv(C)) @ np.abs(C), 2))
+        spread = float(np.linalg.norm(np.abs(lapack(np.linalg.inv, C)) @ np.abs(C), 2))
     if few and len(C):  # the columns of B span the row space of the keys only up to rounding
-        s = np.linalg.svd(_columns(factor, item, B)[0][:, kept], compute_uv=False)
+        s = lapack(np.linalg.svd, _columns(factor, item, B)[0][:, kept], compute_uv=False)
         more = 64 * d if item in factor.hidden else 8.0  # hidden directions also add to a normalizer
         spread *= more * float(s[0] / s[-1]) if s[-1] > 0 else np.inf
     return float(np.sqrt(d)) * spread
@@ -632,7 +633,7 @@ def normalizer_rounding(factor: Factor, item: int) -> float:
 
 def _left_inverse(W: Float64) -> Float64:
     """Return the pseudoinverse X of a matrix of full column rank, in twice the precision, then rounded."""
-    X = np.linalg.pinv(W, rcond=0.0)
+    X = lapack(np.linalg.pinv, W, rcond=0.0)
     for _ in range(2):  # Newton steps, each of which squares the error
         pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
         high, low = PRECISE.twofold_product([pair], W.shape[1], symmetric=False)
@@ -669,7 +670,7 @@ def upper_form(A: Float64) -> Float64:
     """Return an upper-triangular (d, d) matrix T with ``T Tᵀ = A Aᵀ``, zero columns first."""
     d, k = A.shape
     T = np.zeros((d, d))
-    R: Any = np.linalg.qr(A.T[:, ::-1], mode="r")  # scipy's `rq` would be loaded for long
+    R: Any = lapack(np.linalg.qr, A.T[:, ::-1], mode="r")  # scipy's `rq` would be loaded for long
     T[:, d - k :] = R.T[::-1, ::-1]
     return np.triu(T)
 

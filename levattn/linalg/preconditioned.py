@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.blas import lapack
 from levattn._core.types import Float64
 from levattn._kernels import FACTOR, Arithmetic, Rows
 from levattn._kernels.factor.norms import multiply, spectral_norm
@@ -96,7 +97,7 @@ def decompose(R: Float64, penalty: Float64, cut: float, keys: Rows | None = None
     if penalty.any():
         R = np.vstack([R, np.diag(np.sqrt(penalty))])
     c = column_norms(R)
-    _, s, Vt = np.linalg.svd(R / c, full_matrices=False)
+    _, s, Vt = lapack(np.linalg.svd, R / c, full_matrices=False)
     live = s > cut * s.max(initial=0.0)
     if keys is not None and live.any() and s[live].min() < _NOISE * s.max():
         live &= np.arange(len(s)) < Span.of(keys).rank
@@ -123,7 +124,7 @@ def _of_columns(steps: Steps, some: npt.NDArray[np.bool_]) -> Steps:
 def _complement(V: Float64) -> Float64:
     """Return an orthonormal basis (d, k) of the orthogonal complement of the orthonormal rows V."""
     r, d = V.shape
-    return np.asarray(np.linalg.svd(V)[2][r:].T if r else np.eye(d))
+    return np.asarray(lapack(np.linalg.svd, V)[2][r:].T if r else np.eye(d))
 
 
 def precondition(
@@ -198,7 +199,7 @@ def _lost_directions(W: Float64, cut: float) -> Float64:
 
     Where W whitens the equilibrated keys, these are the directions in which the keys nearly vanish.
     """
-    U, s, _ = np.linalg.svd(W)
+    U, s, _ = lapack(np.linalg.svd, W)
     return np.asarray(U[:, (s * cut >= 1) & (s >= 1e-3 * s.max())])  # larger values hide smaller ones
 
 
@@ -237,5 +238,5 @@ def _finish(
 def _orthonormal(A: Float64) -> Float64:
     """Return an orthonormal basis of the columns of A, whatever their norms."""
     A = A / np.linalg.norm(A, axis=0)
-    U, s, _ = np.linalg.svd(A, full_matrices=False)
+    U, s, _ = lapack(np.linalg.svd, A, full_matrices=False)
     return np.asarray(U[:, s > 1e-8 * s.max(initial=1e-300)])

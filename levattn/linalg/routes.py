@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_device, to_numpy
+from levattn._core.blas import lapack
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows
@@ -442,5 +443,5 @@ def _triangle(rows: Rows) -> Float64:
     R = np.zeros((0, d))
     for start in range(0, n, step):
         stacked = np.vstack([R, float64_rows(rows, start, min(start + step, n))])
-        R = np.asarray(np.linalg.qr(stacked, mode="r"))
+        R = np.asarray(lapack(np.linalg.qr, stacked, mode="r"))
     return R

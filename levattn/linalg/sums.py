@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import on_cuda, to_device, to_numpy
+from levattn._core.blas import lapack
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, FACTOR, GRAM, KEYS, Arithmetic, Rows
@@ -130,7 +131,7 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
             B = made.W[item]
             if not (B.diagonal() > 0).all():
                 continue
-            H, R = moments_in_bases(rows, [item])([0], B[None], "double")[0], dtrtri(B)[0]
+            H, R = moments_in_bases(rows, [item])([0], B[None], "double")[0], lapack(dtrtri, B)[0]
             moments = R.T @ H @ R
             if moments.diagonal().min() >= low and moments.diagonal().max() <= high:
                 found[item] = B, H, moments

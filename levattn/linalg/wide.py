@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, to_device, to_numpy
+from levattn._core.blas import lapack
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
 from levattn._kernels import Rows
@@ -165,9 +166,9 @@ def _pivoted(X: Float64) -> tuple[Places, int]:
 
     m, d = X.shape
     if d < m:  # no column needs to be chosen for its row
-        small = np.abs(np.diagonal(dgetrf(X)[0])) <= _SMALL_PIVOT
+        small = np.abs(np.diagonal(lapack(dgetrf, X)[0])) <= _SMALL_PIVOT
         return np.concatenate([np.flatnonzero(~small), np.flatnonzero(small)]), d - int(small.sum())
-    triangle, swaps, _ = dgetrf(X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
+    triangle, swaps, _ = lapack(dgetrf, X.T, overwrite_a=True)  # of the transpose, so that it pivots columns
     order = np.arange(d)
     for here, there in enumerate(swaps.tolist()):
         order[[here, there]] = order[[there, here]]
@@ -188,7 +189,7 @@ def _leading(A: Float64, exponents: npt.NDArray[np.int32]) -> Places:
     """
     from scipy.linalg import qr
 
-    R, order = qr(np.ldexp(A, -exponents), mode="r", pivoting=True, check_finite=False)
+    R, order = lapack(qr, np.ldexp(A, -exponents), mode="r", pivoting=True, check_finite=False)
     sizes = np.abs(np.diagonal(R))
     return np.asarray(order[: len(sizes)][sizes > _SMALL_RESIDUAL * sizes.max(initial=0.0)], np.int64)
 
@@ -286,7 +287,7 @@ def folded(rows: Rows, largest: Float64) -> tuple[Rows, int]:
         keys = np.ascontiguousarray(of_columns[:, part, :].to_dense().transpose(0, 2, 1))
         scale, own = (None, 0) if rows.scale is None else (rows.scale[:, part], powers[part])
         some = replace(rows, keys=keys, shift=None if shift is None else shift[:, :, part], scale=scale)
-        R = np.asarray(np.linalg.qr(np.vstack([R, np.ldexp(as_read(some), -top - own).T]), mode="r"))
+        R = np.asarray(lapack(np.linalg.qr, np.vstack([R, np.ldexp(as_read(some), -top - own).T]), mode="r"))
     return Rows(np.ascontiguousarray(R.T)[None], "float64", rows.mask), int(top)
 
 
@@ -313,7 +314,7 @@ def _is_regular(A: Float64) -> bool:
     """Tell whether a square matrix is proven to be regular: ``‖I − X A‖ < 1`` for some X, rounding included."""
     A = _tame(A, np.frexp(np.max(np.abs(A), axis=0, initial=0.0))[1])
     try:
-        X = np.linalg.inv(A)
+        X = lapack(np.linalg.inv, A)
     except np.linalg.LinAlgError:
         return False
     with np.errstate(over="ignore", invalid="ignore"):

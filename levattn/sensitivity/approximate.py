@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import to_numpy
+from levattn._core.blas import lapack
 from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows
@@ -202,7 +203,7 @@ def _compared(factor: Factor, exact: Factor, item: int) -> tuple[float, float]:
     if not np.max(np.abs(W)) < _LARGEST:  # all but the smallest numbers of the sketch cancel
         return 0.0, math.inf
     size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
-    found = np.linalg.svd(N @ W[:, live], compute_uv=False)
+    found = lapack(np.linalg.svd, N @ W[:, live], compute_uv=False)
     least, largest = float(found[-1]) - 4 * UNIT * size, float(found[0]) + 4 * UNIT * size
     slack = 4 * float(exact.error[item])
     return max(least, 0.0) ** 2 * (1 - slack), largest**2 * (1 + slack)
@@ -237,7 +238,7 @@ def _ends(factor: Factor, item: int, seed: int, chance: float) -> tuple[float, f
         beta.append(size)
         basis.append(v / size)
     T = np.diag(alpha) + np.diag(beta[: len(alpha) - 1], 1) + np.diag(beta[: len(alpha) - 1], -1)
-    values = np.linalg.eigvalsh(T)
+    values = lapack(np.linalg.eigvalsh, T)
     width = float(values[-1] - values[0])
     beyond = epsilon * width / max(1 - 2 * epsilon, 1e-3)
     return max(float(values[0]) - beyond, 0.0) * (1 - 1e-9), (float(values[-1]) + beyond) * (1 + 1e-9)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, take_rows, to_device, to_float64, to_numpy
+from levattn._core.blas import lapack
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels import HEAVY, PRECISE, Rows
@@ -317,7 +318,7 @@ def _independent(rows: Rows, N: Float64, rank: int) -> Rows:
     """Return as many columns of one matrix as it has rank; they span the column space. N has the same row space."""
     from scipy.linalg import qr
 
-    columns = np.asarray(qr(N, mode="r", pivoting=True)[1][:rank], np.int64)
+    columns = np.asarray(lapack(qr, N, mode="r", pivoting=True)[1][:rank], np.int64)
     keys = array_namespace(rows.keys).take(rows.keys, to_device(columns, rows.keys), axis=2)
     return Rows(keys, rows.format, rows.mask)
 
@@ -427,7 +428,7 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
         N, exponents = factor.even_normalizer(item)
         W = even_whitening(factor, item, exponents)[:, live]
         K = np.ldexp(float64_rows(replace(rows.item(item), scale=None), 0, n), -exponents)
-        s = np.linalg.svd(N, compute_uv=False)
+        s = lapack(np.linalg.svd, N, compute_uv=False)
         mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
         keys[item, :, : W.shape[1]] = K @ W if mild else PRECISE.precise_products(K, np.ascontiguousarray(W.T))
         relative[item] = (m + 4) * UNIT if mild else (3 * m + 4) * UNIT

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_float64
+from levattn._core.blas import lapack
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Flags, Float64
 from levattn.exceptions import NonFiniteError
@@ -247,7 +248,7 @@ def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64]
     _, exponents = np.frexp(np.abs(rows).max(axis=0))
     scaled = np.ldexp(rows, -exponents)  # powers of two: exact, and nothing overflows from here on
     root = np.sqrt(counts)[:, None]
-    _, s, Vt = np.linalg.svd(root * scaled, full_matrices=False)
+    _, s, Vt = lapack(np.linalg.svd, root * scaled, full_matrices=False)
     rank = int(np.count_nonzero(s > rank_tolerance(max(rows.shape)) * s[0]))
     V = Vt[:rank].T
     left = np.linalg.norm(scaled - (scaled @ V) @ V.T, axis=1)
@@ -256,7 +257,7 @@ def _reduce(rows: Float64, counts: Float64) -> tuple[Float64, Callable[[Float64]
     # From the rows, because the left singular vectors give a small row with absolute precision only.
     whitening = V / s[:rank]
     basis = scaled @ whitening
-    _, R = np.linalg.qr(root * basis)
+    _, R = lapack(np.linalg.qr, root * basis)
 
     def unreduced(y: Float64) -> Float64:
         queries, powers = np.frexp(np.linalg.solve(R, y.T).T @ whitening.T)
@@ -410,7 +411,7 @@ def _by_vertices(B: Float64, counts: Float64, p: float) -> tuple[Float64, Float6
     for part in _chunks(subsets, max(n, r * r)):
         size = len(range(subsets)[part])
         index = np.array(list(itertools.islice(several, size)), dtype=np.intp).reshape(size, r - 1)
-        _, s, Vt = np.linalg.svd(unit[index], full_matrices=True)
+        _, s, Vt = lapack(np.linalg.svd, unit[index], full_matrices=True)
         least = s[:, -1] if r > 1 else np.ones(size)
         kept = least > 64 * r * _EPS  # a dependent subset shares its vertex with an independent one
         if not kept.any():
@@ -446,7 +447,7 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
         largest = np.abs(logits).max()
     if not largest < _MOST_LOGIT:
         raise ValueError(f"K and f make logits of {largest:.2g}; expected less than {_MOST_LOGIT:.0e}. Scale K down")
-    V = np.linalg.svd(logits, full_matrices=False)[2].T  # rotates the ball and drops unused axes
+    V = lapack(np.linalg.svd, logits, full_matrices=False)[2].T  # rotates the ball and drops unused axes
     A = logits @ V
     lower, upper, u = _by_parts(partial(_most_logits, A, np.log(counts)), A)
     slack = 8 * _EPS * (A.shape[1] + 4) * float(np.linalg.norm(A, axis=1).max())
@@ -505,7 +506,7 @@ def _most_logits(A: Float64, log_counts: Float64, keys: npt.NDArray[np.intp]) ->
 
 def _ball_step(matrices: Float64, sides: Float64) -> Float64:
     """Minimize vᵀNv/2 − ⟨c, v⟩ over ‖v‖ ≤ 1, for positive semi-definite N."""
-    values, vectors = np.linalg.eigh(matrices)
+    values, vectors = lapack(np.linalg.eigh, matrices)
     values = np.maximum(values, 1e-15 * values[:, -1:])
     c = np.einsum("jab,ja->jb", vectors, sides)
     length = np.linalg.norm(c, axis=1)

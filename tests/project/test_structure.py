@@ -72,6 +72,7 @@ HOMES = {
     "sklearn": ("integrations.sklearn",),
     "typer": ("cli", "cli.*"),
     "rich": ("_core.threads", "cli", "cli.*"),
+    "threadpoolctl": ("_core.blas",),
 }
 # Whoever imports these modules has asked for the package: everything else optional waits inside functions.
 EAGER = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from levattn._core.blas import lapack
 from levattn._core.threads import num_threads
 from levattn._core.types import Float64, Int64
 from levattn._kernels.gram import Norms
@@ -52,12 +53,12 @@ def lapack_cholesky(G: Float64, shift: float, W: Float64, pivot: Float64, invers
         scaled = moment[part] * scale
         scaled *= scale[:, None]
         np.fill_diagonal(scaled, 1.0 + shift)
-        R, failed = dpotrf(scaled.T, overwrite_a=True)  # symmetric, and in the order of LAPACK
+        R, failed = lapack(dpotrf, scaled.T, overwrite_a=True)  # symmetric, and in the order of LAPACK
         if failed:
             pivot[item], inverse_norm_bound[item] = 0.0, np.inf
             continue
         pivot[item] = float(np.min(np.diagonal(R))) ** 2
-        inverse = dtrtri(R, overwrite_c=True)[0]
+        inverse = lapack(dtrtri, R, overwrite_c=True)[0]
         sizes = np.abs(inverse)
         inverse_norm_bound[item] = float(sizes.sum(axis=0).max() * sizes.sum(axis=1).max())
         W[item][part] = inverse * scale[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from numbers import Integral, Real
 from statistics import median
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from levattn._core.blas import blas_limit
 from levattn._core.checks import whole_number
 from levattn._core.threads import parallel_for, reported
 from levattn.attention import Selection
@@ -455,7 +456,8 @@ class _Keeper:
                     "number for one key at least"
                 )
 
-        parallel_for(keep, len(jobs), threads=1 if batched else None)
+        with nullcontext() if batched else blas_limit(1):  # of each thread
+            parallel_for(keep, len(jobs), threads=1 if batched else None)
         groups = []
         for heads in alike.values():
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
