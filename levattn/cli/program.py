@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,13 +89,26 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line; an empty path must not stand for the current folder."""
+        """Read the command line; a path is not empty, and an option of one value does not come twice."""
         empty = any(not arg or (arg.startswith("--") and arg.endswith("=")) for arg in args)
+        words = list(args)
         rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:  # as completion reads
+            self._check_repetition(ctx, words)
         values = [each for value in ctx.params.values() for each in (value if isinstance(value, list) else [value])]
         if empty and Path() in values:
             raise typer.BadParameter("a path is empty, perhaps an unset variable; expected a value", ctx=ctx)
         return rest
+
+    def _check_repetition(self, ctx: Any, args: list[str]) -> None:
+        """Raise if an option of one value comes again, because click would drop all but the last."""
+        options: list[Any] = [param for param in self.get_params(ctx) if param.param_type_name == "option"]
+        given = Counter(param.name for param in self.make_parser(ctx).parse_args(args)[2])
+        for param in options:
+            count = given[param.name]
+            if count > 1 and not (param.multiple or param.is_flag):
+                several = " with commas between the names" if "," in (param.metavar or "") else ""
+                raise typer.BadParameter(f"{param.opts[0]} comes {count} times; give it once{several}", ctx=ctx)
 
 
 class _Program(TyperGroup):

@@ -53,8 +53,11 @@ class Scoring:
         return "leverage" if self.function.is_square else "sensitivity"
 
 
-def score_keys(request: Scoring, as_json: bool) -> None:
-    """Run the command."""
+def score_keys(request: Scoring, as_json: bool, *, title: bool = False) -> None:
+    """Run the command.
+
+    title: whether the name of the array stands above its table.
+    """
     targets = ((request.output, "--output"), (request.checkpoint, "--checkpoint"))
     check_targets(targets, request.keys.files, request.queries)
     source = request.keys.opened()
@@ -69,6 +72,8 @@ def score_keys(request: Scoring, as_json: bool) -> None:
     if as_json:
         _print_json(request, source, reports)
     else:
+        if title:
+            new_console().print(f"{request.keys.name}: {request.keys.tensor}")
         _print_table(request, source, reports)
 
 

@@ -438,6 +438,7 @@ ALLOWED += " (without a radius only with --queries)"
         (("--epsilon", "0.1", "--duplicates", "3"), "angle is 3.0; expected 1e-08 <= angle"),
         (("--epsilon", "0.1", "--scheduler", "host"), "--scheduler is 'host', expected an address such as tcp://"),
         (("--epsilon", "0.1", "--method", "qr", "--memory", "5"), "--memory and --checkpoint are for"),
+        (("--epsilon", "0.1", "--epsilon=0.2"), "--epsilon comes 2 times; give it once"),
     ],
 )
 def test_wrong_command_lines(file: Path, arguments: tuple[str, ...], reason: str) -> None:
@@ -774,14 +775,17 @@ def test_a_pipe_that_holds_no_keys_and_one_beside_a_file_are_refused(file: Path)
     assert "no other file" in refused("universal-set", "-", file)
 
 
-def test_each_of_several_arrays_has_a_table(tmp_path: Path, keys: Array) -> None:
+@pytest.mark.parametrize(("command", "output"), [("universal-set", "s.npz"), ("scores", "s.npy")])
+def test_each_of_several_arrays_has_a_table(tmp_path: Path, keys: Array, command: str, output: str) -> None:
     path = tmp_path / "k.npz"
     np.savez(path, first=keys, second=2 * keys[:50], third=keys)
     names = ("--tensor", "first", "--tensor", "second")
-    lines = run("universal-set", path, *names, "--json").stdout.splitlines()
+    lines = run(command, path, *names, "--json").stdout.splitlines()
     assert [json.loads(line)["tensor"] for line in lines] == ["first", "second"]
     assert [json.loads(line)["shape"][0] for line in lines] == [200, 50]
-    shown = run("universal-set", path, *names).stdout
+    shown = run(command, path, *names).stdout
     assert f"{path}: first\n" in shown
     assert f"{path}: second\n" in shown
-    assert "for one array" in refused("universal-set", path, *names, "-o", tmp_path / "s.npz", status=2)
+    for option in ("--output", "--checkpoint"):
+        assert "for one array" in refused(command, path, *names, option, tmp_path / output, status=2)
+    assert not (tmp_path / output).exists()

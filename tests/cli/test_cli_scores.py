@@ -273,6 +273,8 @@ def test_scores_of_a_table_of_many_rows(tmp_path: Path) -> None:
         (("--id", "a", "-o", "scores.npy"), "scores.npy has no place for the identifiers of --id"),
         (("-o", "scores.txt"), "ends in '.txt', expected .parquet or .csv or .jsonl or .npy"),
         (("--function", "softmax"), "softmax needs the largest norm of a query"),
+        (("--columns", "a", "--columns", "b"), "--columns comes 2 times; give it once with commas between the names"),
+        (("-o", "a.csv", "--output", "b.csv"), "--output comes 2 times; give it once"),
         (("--dtype", "int8"), "'int8' is not one of 'float64', 'float32', 'float16'"),
     ],
 )

@@ -106,6 +106,14 @@ KeyPaths = Annotated[
         show_default=False,
     ),
 ]
+Tensor = Annotated[
+    list[str] | None,
+    typer.Option(
+        rich_help_panel=WORK,
+        help="Name of the array, if a file holds several. If given more than once, each array gets its own table, or "
+        "with --json a line.",
+    ),
+]
 Columns = Annotated[
     str | None,
     typer.Option(
@@ -162,6 +170,18 @@ def key_files(
     """Return the files of keys that a command line names, or raise; `memory` is in MiB."""
     names = None if columns is None else _names_in(columns)
     return KeyFiles(tuple(files), tensor, names, id, dtype, None if memory is None else memory * 2**20, weights)
+
+
+def tensors_in(tensor: list[str] | None, alone: dict[str, Path | None]) -> list[str | None]:
+    """Return the arrays that --tensor names, or None alone; raise if a file of `alone`, for one array, meets several.
+
+    alone: the files that are for one array, by their options.
+    """
+    names: list[str | None] = [*tensor] if tensor else [None]
+    if len(names) > 1 and any(path is not None for path in alone.values()):
+        *first, last = alone
+        raise typer.BadParameter(f"{', '.join(first)} and {last} are for one array; give one --tensor")
+    return names
 
 
 def _names_in(columns: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The command line of ``levattn scores``."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,11 @@ from levattn.cli.commands.options import (
     Id,
     KeyPaths,
     QueriesTensor,
+    Tensor,
     Weights,
     ends_in,
     key_files,
+    tensors_in,
 )
 from levattn.cli.program import Command
 from levattn.cli.sets import ALLOWED, parse_function
@@ -98,9 +101,7 @@ def _scores(
     function: _Function = "2",
     queries: _Queries = None,
     queries_tensor: QueriesTensor = None,
-    tensor: Annotated[
-        str | None, typer.Option(rich_help_panel=WORK, help="Name of the array, if a file holds several.")
-    ] = None,
+    tensor: Tensor = None,
     columns: Columns = None,
     id: Id = None,
     weights: Weights = None,
@@ -118,8 +119,9 @@ def _scores(
     as_json: AsJson = False,
     output: _Output = None,
 ) -> None:
+    names = tensors_in(tensor, {"--output": output, "--checkpoint": checkpoint})
     request = scores.Scoring(
-        keys=key_files(files, tensor, columns, id, dtype, memory, weights),
+        keys=key_files(files, None, columns, id, dtype, memory, weights),
         function=parse_function(function, for_queries=queries is not None),
         queries=queries,
         queries_tensor=queries_tensor,
@@ -135,4 +137,5 @@ def _scores(
     if id is not None and output is not None and output.suffix.lower() == ".npy":
         raise typer.BadParameter(f"{output} has no place for the identifiers of --id, expected {', '.join(SUFFIXES)}")
     with request.keys.from_pipe() as readable:
-        scores.score_keys(request.reading(readable), as_json)
+        for name in names:
+            scores.score_keys(request.reading(replace(readable, tensor=name)), as_json, title=len(names) > 1)

@@ -20,10 +20,12 @@ from levattn.cli.commands.options import (
     KeyPaths,
     Picture,
     QueriesTensor,
+    Tensor,
     Weights,
     by_library,
     ends_in,
     key_files,
+    tensors_in,
 )
 from levattn.cli.program import Command
 from levattn.cli.sets import ALLOWED, Outputs, SetMethod, parse_function
@@ -147,14 +149,6 @@ _Center = Annotated[
         help="Subtract the mean key first, which does not change softmax. No guarantee for the keys themselves.",
     ),
 ]
-_Tensor = Annotated[
-    list[str] | None,
-    typer.Option(
-        rich_help_panel=WORK,
-        help="Name of the array, if a file holds several. If given more than once, each array gets its own table, or "
-        "with --json a line.",
-    ),
-]
 _Method = Annotated[
     SetMethod,
     typer.Option(
@@ -219,7 +213,7 @@ def _universal_set(
     queries_tensor: QueriesTensor = None,
     duplicates: _Duplicates = None,
     center: _Center = False,
-    tensor: _Tensor = None,
+    tensor: Tensor = None,
     columns: Columns = None,
     id: Id = None,
     weights: Weights = None,
@@ -233,10 +227,8 @@ def _universal_set(
     output: _Output = None,
     scores: _Scores = None,
 ) -> None:
-    names: list[str | None] = [*tensor] if tensor else [None]
-    several = (plot, output, scores, checkpoint)
-    if len(names) > 1 and any(path is not None for path in several):
-        raise typer.BadParameter("--plot, --output, --scores and --checkpoint are for one array; give one --tensor")
+    alone = {"--plot": plot, "--output": output, "--scores": scores, "--checkpoint": checkpoint}
+    names = tensors_in(tensor, alone)
     request = sets.Request(
         keys=key_files(files, None, columns, id, dtype, memory, weights),
         epsilon=_EPSILON if epsilon is size is mass is None else epsilon,
