@@ -69,7 +69,7 @@ def ask(asked: Asking) -> None:
     alone = asked.questions is None
     for text in texts:
         inputs = prompt.question(text, cache)
-        if not inputs["input_ids"].numel():
+        if not text.strip() or not inputs["input_ids"].numel():  # a template gives tokens to an empty one as well
             fail("the question has no tokens; ask something")
         if not alone and not asked.as_json:
             sys.stdout.write(f"> {text}\n")

@@ -12,6 +12,7 @@ from typing import Any
 from levattn.cli.models import draw
 from levattn.cli.opened import (
     check_model_path,
+    check_own_tokens,
     check_profile,
     forward_errors_in_one_line,
     most_tokens,
@@ -176,8 +177,9 @@ def _tokens_of(asked: Compression, words: str, model: Any, prompt: Any) -> dict[
     most = most_tokens(model, None)
     limit = most - min(_ROOM, most // 8) if asked.tokens is None else min(asked.tokens, most)
     count = ids.shape[1]
-    if count < 2:
-        fail(f"{asked.text} has {count} tokens; give a longer text")
+    own = prompt.tokenizer
+    around = len(own(prompt.text_of(""), add_special_tokens=not prompt.has_template)["input_ids"])
+    check_own_tokens(asked.text, words, own, min(count, limit), around)
     if count > limit and asked.tokens is None:
         report(f"{asked.text} has {count} tokens and the model {most} positions: the first {limit} tokens are read")
     return {"input_ids": ids[:, :limit]}

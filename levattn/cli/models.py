@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from levattn.cli.opened import (
     check_model_path,
+    check_own_tokens,
     check_profile,
     forward_errors_in_one_line,
     most_tokens,
@@ -167,9 +168,8 @@ def _opened(inquiry: Inquiry) -> tuple[Any, dict[str, Any]]:
     words = read_text(inquiry.text)
     model, tokenizer = opened_model(inquiry.model)
     inputs = tokenizer(words, truncation=True, max_length=most_tokens(model, inquiry.tokens), return_tensors="pt")
-    count = inputs["input_ids"].shape[1]
-    if count < 2:
-        fail(f"{inquiry.text} has {count} tokens; give a longer text")
+    around = tokenizer.num_special_tokens_to_add()
+    check_own_tokens(inquiry.text, words, tokenizer, inputs["input_ids"].shape[1], around)
     inputs = dict(inputs)
     if "token_type_ids" not in signature(model.forward).parameters:  # the tokenizer may return them all the same
         inputs.pop("token_type_ids", None)

@@ -66,9 +66,25 @@ def read_text(path: Path, option: str = "--text") -> str:
     if not path.exists():
         fail(f"{path}: no such file; name a text file with {option}")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        words = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         fail(f"{path} is not UTF-8 text; convert it")
+    if option == "--text" and not words.strip():
+        fail(f"{path} has 0 tokens; give a longer text")
+    return words
+
+
+def check_own_tokens(path: Path, words: str, tokenizer: Any, count: int, around: int) -> None:
+    """End the program unless a text has tokens of its own, and some of them are read.
+
+    count: the tokens that are read.
+    around: the tokens that a chat template or the tokenizer puts before or around any text.
+    """
+    own = len(tokenizer(words, add_special_tokens=False)["input_ids"])
+    if not own or own + around < 2:
+        fail(f"{path} has {own} tokens; give a longer text")
+    if count <= around:
+        fail(f"{count} tokens of {path} are read, and {around} of any text are not its own; give more --tokens")
 
 
 def most_tokens(model: Any, asked: int | None) -> int:

@@ -185,6 +185,28 @@ def test_a_chat_template_surrounds_text_and_question(chatting, text, tmp_path, b
     assert found["answer"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("words", ["", " \n\t "])
+@pytest.mark.parametrize("command", ["compress", "evaluate", "inspect", "prune-report"])
+def test_a_text_without_words_is_refused_whatever_stands_around_it(chatting, tmp_path, command, words):
+    pytest.importorskip("jinja2")
+    empty, output = tmp_path / "empty.txt", tmp_path / "a.safetensors"
+    empty.write_text(words)
+    more = ("-o", output) if command == "compress" else ()
+    assert "empty.txt has 0 tokens; give a longer text" in refused(command, chatting, "--text", empty, *more)
+    assert not output.exists()
+
+
+def test_a_template_alone_is_no_text_and_no_question(chatting, text, tmp_path):
+    pytest.importorskip("jinja2")
+    arguments = ("compress", chatting, "--text", text, "-o", tmp_path / "a.safetensors", "--budget", "1")
+    line = refused(*arguments, "--tokens", "3")  # of "head user of"
+    assert "3 tokens of" in line
+    assert "give more --tokens" in line
+    assert run(*arguments, "--tokens", "4").exit_code == 0
+    for question in ("", " "):
+        assert "the question has no tokens" in refused("ask", chatting, tmp_path / "a.safetensors", question)
+
+
 def test_what_cannot_be_asked_is_refused_in_one_line(decoder, context, text, tmp_path):
     other = saved(llama(1), tmp_path / "other")
     assert "was made with another model" in refused("ask", other, context, "the")

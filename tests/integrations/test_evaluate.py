@@ -218,6 +218,7 @@ def test_a_template_of_parts_gets_parts() -> None:
     ("call", "error", "said"),
     [
         (lambda prompt, _: prompt.document("the", -1), ValueError, "tokens is -1"),
+        (lambda prompt, _: prompt.document(["the", " "]), ValueError, "document 1 is ' '"),
         (lambda prompt, _: prompt.document(3), TypeError, "document is of type int; expected a text"),
         (lambda prompt, _: prompt.question([]), TypeError, "question is of type list; expected a text"),
         (lambda prompt, cache: prompt.question(["a", "b"], cache), ValueError, "has 2 texts and the cache 3 rows"),

@@ -123,11 +123,15 @@ class Prompt:
         Raises
         ------
         TypeError, ValueError
-            If a document is no text, or `tokens` is no number above 0.
+            If a document is no text, or an empty one, or `tokens` is no number above 0.
         """
         tokens = None if tokens is None else whole_number("tokens", tokens)
         special = not self.has_template
-        rows = [self._ids(self.text_of(each), special=special) for each in _texts("document", document)]
+        texts = _texts("document", document)
+        for i, each in enumerate(texts):
+            if not each.strip():  # a chat template would give it tokens
+                raise ValueError(f"document {i} is {each!r:.50}; expected a text that is not empty")
+        rows = [self._ids(self.text_of(each), special=special) for each in texts]
         return self._batch([row[:tokens] for row in rows])
 
     def question(self, question: str | Sequence[str], cache: Any = None) -> BatchEncoding:
