@@ -31,7 +31,7 @@ class RankWarning(UserWarning):
     """Keys are rank-deficient up to rounding, and their set holds more than rank/ε of them; the message says how many.
 
     Streams, files and dask arrays cannot read past keys again, and count all of them as 1. Keys in memory have a
-    smaller set.
+    smaller set. A few keys that are 10¹⁵ times as long as most hide the others in memory too; the message names them.
     """
 
 

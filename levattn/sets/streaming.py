@@ -473,7 +473,13 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         square = stream.candidates.running.certificate == "leverage"
         if self.f == Power(2.0) and counted:
             ones = np.array([np.count_nonzero(item.scores == 1) for item in selected]).reshape(stream.batch)
-            warn_of_rank(ones, by.factor.rank.reshape(stream.batch), stream.d, self.epsilon, chunks=True, stacklevel=3)
+            ranks = by.factor.rank.reshape(stream.batch)
+
+            def largest(number: int) -> tuple[Int64, Float64]:
+                held = selected[number]
+                return held.indices, np.abs(held.keys.astype(np.float64)).max(axis=1, initial=0.0)
+
+            warn_of_rank(ones, ranks, stream.d, self.epsilon, chunks=True, largest=largest, stacklevel=3)
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_float64, to_numpy
 from levattn._core.checks import TIE, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
@@ -32,6 +32,10 @@ from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_epsilon, ch
 from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
 
+_Largest = Callable[[int], tuple[npt.NDArray[np.int64], Float64]]  # keys of a matrix, and the largest entry of each
+_FAR_LONGER = 1e15  # times as long as most keys: beside longer ones rounding leaves no digit of a key
+_SHOWN = 5  # keys in a warning
+_NUMBERS = 1 << 20  # of keys that are read together for a warning
 _Rescore = Callable[[npt.NDArray[np.int64], Any], Float64]  # float64 scores of the listed rows, one after the other
 _SMALL_SCORE = 2.0**-100  # smaller float32 scores may have underflowed
 
@@ -139,11 +143,19 @@ def warn_of_axes(batch: tuple[int, ...], n: int, d: int, *, chunk: bool = False,
 
 
 def warn_of_rank(
-    ones: npt.NDArray[np.int64], rank: Any, columns: int, epsilon: float, *, chunks: bool, stacklevel: int = 4
+    ones: npt.NDArray[np.int64],
+    rank: Any,
+    columns: int,
+    epsilon: float,
+    *,
+    chunks: bool,
+    largest: _Largest | None,
+    stacklevel: int = 4,
 ) -> None:
     """Warn where more keys of a set count as 1 than rank/ε allows: `ones` (...,) of them, from a superset for x².
 
-    `chunks` tells whether the keys came in chunks, so that keys in memory may have a smaller set.
+    `chunks` tells whether the keys came in chunks, so that keys in memory may have a smaller set. `largest` gives the
+    keys of a matrix, by its number, and the largest entry of each. It is None where keys cannot be read again.
     """
     ranks = np.broadcast_to(np.asarray(rank), ones.shape)
     large = (ones > ranks / epsilon) & (ranks < columns)
@@ -152,14 +164,52 @@ def warn_of_rank(
     place = tuple(int(i) for i in np.argwhere(large)[0])
     further = int(large.sum()) - 1
     of = f" at {place} of the batch" + (f" (and in {further} more matrices)" if further else "") if ones.ndim else ""
-    remedy = "give the keys in memory to universal_set, or " if chunks else ""
+    found = None if largest is None else _far_longer(*largest(int(np.flatnonzero(large)[0])))
+    if found is not None:
+        remedy = (
+            f"{found}, and rounding hides the others. For a smaller set leave such keys out, and add them to the set "
+            "of the others: together these miss none. Or scale them down, if they are an accident"
+        )
+    else:
+        remedy = (
+            f"For a smaller set {'give the keys in memory to universal_set, or ' if chunks else ''}drop the columns "
+            "that depend on others, or multiply K by an orthonormal basis of its row space"
+        )
+        if largest is None:
+            remedy += (
+                f". If a few keys are {_FAR_LONGER:.0e} times as long as most, leave these out and add them to the set"
+            )
     warnings.warn(
         f"K{of} is rank-deficient up to rounding (numerical rank {ranks[place]} of {columns} columns), so that "
-        f"{ones[place]} keys count as 1, more than rank/epsilon = {ranks[place] / epsilon:.6g}. For a smaller set "
-        f"{remedy}drop the columns that depend on others, or multiply K by an orthonormal basis of its row space",
+        f"{ones[place]} keys count as 1, more than rank/epsilon = {ranks[place] / epsilon:.6g}. {remedy}",
         RankWarning,
         stacklevel=stacklevel,
     )
+
+
+def _far_longer(numbers: npt.NDArray[np.int64], largest: Float64) -> str | None:
+    """Return a clause about keys so much longer than most that rounding hides the others; None without any."""
+    usual = np.median(largest[largest > 0]) if largest.any() else 0.0
+    far = np.flatnonzero(largest / _FAR_LONGER > usual) if usual else numbers[:0]
+    if not far.size:
+        return None
+    shown, rest = ", ".join(map(str, numbers[far[:_SHOWN]].tolist())), len(far) - _SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    with np.errstate(over="ignore"):
+        ratio = largest[far].min() / usual
+    verb = "has entries" if len(far) == 1 else "have entries"
+    return f"Key{'s' if len(far) > 1 else ''} {shown}{more} {verb} {ratio:.0e} times as large as most keys"
+
+
+def largest_entries(matrices: Matrices, number: int) -> tuple[npt.NDArray[np.int64], Float64]:
+    """Return the numbers of the keys of a matrix that take part, and the largest entry of each, in absolute value."""
+    one = matrices.item(number)
+    step, found = max(1, _NUMBERS // max(1, one.d)), np.zeros(one.n)
+    for start in range(0, one.n, step):
+        part = to_float64(one.data[0:1, start : start + step, :], one.format)[0]
+        found[start : start + step] = np.abs(part).max(axis=1, initial=0.0)
+    present = np.flatnonzero(one.present[0])
+    return present, found[present]
 
 
 _BLOCK_EPSILON = 0.05  # ε of the bounds where a size is given
@@ -293,7 +343,7 @@ def universal_set(
         )
     if source is not None:
         if square and method in SCANNED and not center and mask is None and not source.sparse:
-            return _warned(_of_chunks(source.times_roots(weights), asked), chunks=True)
+            return _warned(_of_chunks(source.times_roots(weights), asked))
         if not isinstance(K, KeySource):
             raise ValueError(
                 "K gives chunks; expected f = 2, method 'auto' or 'gram', and no center or mask. "
@@ -305,7 +355,9 @@ def universal_set(
         asked = asked.checked(matrices.n)
         if approximate:
             return _from_sketch(matrices, asked)
-        return _warned(_exact(matrices, asked, weights)) if square else _bounded(matrices, function, asked)
+        if not square:
+            return _bounded(matrices, function, asked)
+        return _warned(_exact(matrices, asked, weights), partial(largest_entries, matrices))
 
 
 @where_arrays_are
@@ -413,14 +465,15 @@ def scan_set(
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")
     asked = _Asked(epsilon, size, method)
     chunks = chunks.times_roots(weights)
-    return _warned(_of_chunks(chunks, asked, progress, checkpoint, checkpoint_rows), chunks=True)
+    return _warned(_of_chunks(chunks, asked, progress, checkpoint, checkpoint_rows))
 
 
-def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
+def _warned(found: UniversalSet, largest: _Largest | None = None) -> UniversalSet:
     """Return the exact set for x², after a warning where rows count as 1 and make it larger than rank/ε.
 
-    Chunks are together here, so that a warning of their axes is due.
+    Without `largest`, of keys in memory, chunks are together here, so that a warning of their axes is due.
     """
+    chunks = largest is None
     if chunks:
         warn_of_axes(found.batch, found.scores.shape[-1], found.factor.columns, stacklevel=5)
     if (
@@ -430,7 +483,8 @@ def _warned(found: UniversalSet, *, chunks: bool = False) -> UniversalSet:
     ):
         xp = array_namespace(found.mask)
         ones = flag_counts(xp.logical_and(found.mask, found.scores == 1))
-        warn_of_rank(ones, found.rank, found.factor.columns, found.epsilon, chunks=chunks, stacklevel=5)
+        columns = found.factor.columns
+        warn_of_rank(ones, found.rank, columns, found.epsilon, chunks=chunks, largest=largest, stacklevel=5)
     return found
 
 

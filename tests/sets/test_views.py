@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,29 @@ def test_a_rank_that_rounding_hides_warns_where_keys_count_as_1() -> None:
     assert seen[0].filename == more[0].filename == __file__
     assert levattn.StreamingUniversalSet(0.02).update(C[1, :, :-1]).result().sizes == 0  # what the warning advises
     levattn.StreamingUniversalSet(0.02, f=levattn.Huber()).update(C).result()
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, "stream", "batch", "chunks"])
+def test_keys_far_longer_than_the_others_are_named(kind: Any) -> None:
+    K = np.random.default_rng(2).standard_normal((800, 12))
+    K[[3, 700]] *= 1e20
+    given = K.astype(kind) if isinstance(kind, type) else np.stack([K[::2] / 8, K[1::2]]) if kind == "batch" else K
+    state = levattn.StreamingUniversalSet(0.1).update(K[:300]).update(K[300:])
+    given = (lambda: iter([K])) if kind == "chunks" else given
+    with pytest.warns(levattn.RankWarning, match=r"numerical rank \d of 12 columns.* count as 1") as seen:
+        found = state.result() if kind == "stream" else levattn.universal_set(given, 0.1)
+    told = str(seen[0].message)
+    if kind == "batch":  # both matrices have one such key
+        assert "K at (0,) of the batch (and in 1 more matrices)" in told
+        assert "Key 350 has entries " in told
+    elif kind == "chunks":  # which are gone
+        assert told.endswith("If a few keys are 1e+15 times as long as most, leave these out and add them to the set")
+    else:
+        assert re.search(r"Keys 3, 700 have entries \de\+(19|20) times as large as most keys", told)
+        assert "drop the columns" not in told
+    if kind != "batch":  # the remedy, which gives warnings no more
+        apart = levattn.universal_set(np.delete(K, [3, 700], axis=0), 0.1)
+        assert len(apart) < 10 < found.sizes
 
 
 def test_a_set_survives_pickling() -> None:
