@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type
+from levattn._core.files import replace_file
 
 _process = object()  # another one in a forked process, whose other threads cannot give back their locks
 _making = threading.Lock()
@@ -114,6 +116,7 @@ if hasattr(os, "register_at_fork"):
 MOST_ROWS = 2**53  # of a state: sums of many such numbers, and of their multiples, fit in 64 bits
 _MAGIC = b"LEVATTN\0"
 _DIGEST = 32
+_OF_BYTES = "the bytes that to_bytes returned"
 _DTYPES = (
     *("<f8", "<f4", "<f2", "<c8", "<c16", "|b1"),
     *("<i8", "<i4", "<i2", "|i1", "<u8", "<u4", "<u2", "|u1"),
@@ -132,31 +135,34 @@ def pack(kind: str, version: int, fields: dict[str, Any], arrays: dict[str, npt.
     return body + hashlib.blake2b(body, digest_size=_DIGEST).digest()
 
 
-def unpack(data: Any, kind: str, version: int) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """Return the fields and arrays of a state of this kind and version; raise ValueError for other data."""
+def unpack(
+    data: Any, kind: str, version: int, name: str = "data", wanted: str = _OF_BYTES
+) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Return the fields and arrays of a state of this kind and version; raise ValueError for other data.
+
+    Errors call the data `name`, and expect what is `wanted`.
+    """
     check_type("data", data, bytes | bytearray | memoryview, "bytes, as to_bytes returns them")
     data = bytes(data)
     if data[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("data does not begin as a state of levattn does; expected the bytes that to_bytes returned")
+        raise ValueError(f"{name} does not begin as a state of levattn does; expected {wanted}")
     body, digest = data[:-_DIGEST], data[-_DIGEST:]
     if len(data) < len(_MAGIC) + 8 + _DIGEST or hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
-        raise ValueError("data is damaged or cut short: its checksum differs; save the state again")
+        raise ValueError(f"{name} is damaged or cut short: its checksum differs; save the state again")
     end = 16 + int.from_bytes(body[8:16], "little")
     try:
         header = json.loads(body[16:end])
         found, its_version, fields, listed = (header[key] for key in ("kind", "version", "fields", "arrays"))
     except (LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError("data has no header that can be read; expected the bytes that to_bytes returned") from error
+        raise ValueError(f"{name} has no header that can be read; expected {wanted}") from error
     if found != kind:
-        raise ValueError(f"data holds a {found!r}; expected a {kind}")
+        raise ValueError(f"{name} holds a {found!r}; expected a {kind}")
     if its_version != version:
-        raise ValueError(f"data is of version {its_version!r}, which this levattn cannot read; expected {version}")
+        raise ValueError(f"{name} is of version {its_version!r}, which this levattn cannot read; expected {version}")
     try:
         return fields, _arrays(body, end, listed)
     except (OverflowError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"data does not fit its header: {error}; expected the bytes that to_bytes returned"
-        ) from error
+        raise ValueError(f"{name} does not fit its header: {error}; expected {wanted}") from error
 
 
 def _arrays(body: bytes, at: int, listed: Any) -> dict[str, npt.NDArray[Any]]:
@@ -286,11 +292,56 @@ class StoredState(SharedState):
         ValueError
             If the data are damaged, of another kind, or of an unknown version.
         """
-        fields, arrays = unpack(data, *cls._stored_as)
+        return cls._made_from(data, "data", _OF_BYTES)
+
+    @classmethod
+    def _made_from(cls, data: Any, name: str, wanted: str) -> Self:
+        fields, arrays = unpack(data, *cls._stored_as, name, wanted)
         try:
             return cls.from_parts(fields, arrays)
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"data holds no state that this levattn can make: {error!r}") from error
+            raise ValueError(f"{name} holds no state that this levattn can make: {error!r}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to a file, which appears complete or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        TypeError
+            As `to_bytes`.
+        """
+        with replace_file(path) as stream:
+            stream.write(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the state that `save` wrote.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
+        Returns
+        -------
+        state
+            As from `from_bytes`.
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
+        ValueError
+            If it holds no such state, or a damaged one.
+        """
+        return cls._made_from(Path(path).read_bytes(), os.fspath(path), "a file that save wrote")
 
     def copy(self) -> Self:
         """Return an independent copy.

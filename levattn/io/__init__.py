@@ -6,7 +6,7 @@ iterates, reads or loads the source. This package never unpickles, and never run
 
 from __future__ import annotations
 
-from levattn.io.common import replace_file
+from levattn._core.files import replace_file
 from levattn.io.source import KeySource, open_keys
 
 __all__ = ["KeySource", "open_keys", "replace_file"]

@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import numpy.typing as npt
 
-from levattn.io.common import needing_package, replace_file
+from levattn._core.files import replace_file
+from levattn.io.common import needing_package
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 _Part = dict[str, npt.NDArray[Any]]

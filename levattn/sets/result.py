@@ -29,7 +29,7 @@ from levattn._core.types import Float64
 from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function, is_square
-from levattn.io.common import replace_file
+from levattn.io import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import require_finite

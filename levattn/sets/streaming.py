@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -15,7 +14,6 @@ from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, whole
 from levattn._core.types import Float64, Int64
 from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_function
-from levattn.io import replace_file
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.linalg.weighted import chunk_times_roots
@@ -527,49 +525,6 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         for numbers in (stream.tail.payload[0], *(held.indices for held in stream.candidates.held.items)):
             if ((numbers < 0) | (numbers >= self._next_row)).any():
                 raise ValueError("a key is held that has the number of no row")
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to a file, which appears complete or not at all.
-
-        Parameters
-        ----------
-        path : path-like
-            The file.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        TypeError
-            As `to_bytes`.
-        """
-        with replace_file(path) as stream:
-            stream.write(self.to_bytes())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> StreamingUniversalSet:
-        """Return the state that `save` wrote.
-
-        Parameters
-        ----------
-        path : path-like
-            The file.
-
-        Returns
-        -------
-        StreamingUniversalSet
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        ValueError
-            If it holds no such state, or a damaged one.
-        """
-        try:
-            return cls.from_bytes(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
 
 
 def _saved_name(f: AttentionFunction | Softmax) -> list[Any]:

@@ -214,6 +214,24 @@ def test_own_functions_cannot_be_saved() -> None:
 # -- files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["one", *KINDS])
+def test_every_state_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    made = {"one": lambda: one(gaussian(9)), "tokens": STATES["tokens-one"]}.get(name, STATES.get(name))
+    state, path = made(), tmp_path / "a.state"
+    state.save(path)
+    again = type(state).load(path)
+    assert type(again) is type(state)
+    assert again.to_bytes() == path.read_bytes() == state.to_bytes()
+    np.save(tmp_path / "keys.npy", gaussian(9))
+    text = re.escape(
+        f"{tmp_path / 'keys.npy'} does not begin as a state of levattn does; expected a file that save wrote"
+    )
+    with pytest.raises(ValueError, match=text):
+        type(state).load(str(tmp_path / "keys.npy"))
+    with pytest.raises(ValueError, match=r"^data does not begin .* expected the bytes that to_bytes returned"):
+        type(state).from_bytes((tmp_path / "keys.npy").read_bytes())
+
+
 def test_a_file_holds_the_bytes(tmp_path: Path) -> None:
     state = one(gaussian(5000))
     for path in (tmp_path / "state.levattn", str(tmp_path / "again")):
