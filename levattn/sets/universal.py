@@ -244,9 +244,9 @@ def universal_set(
     K : array of shape (..., n, d), or chunks of one
         Keys as in `leverage_scores` (sparse keys for x² only), or chunks (..., m, d) of keys, in order. Chunks come
         from files opened with `open_keys`, any other object that can be iterated again and again, or a function that
-        returns an iterator. (A list is an array.) For x² the exact methods "auto" and "gram" read the chunks twice and
-        never hold them together. In all other cases files are loaded, and other chunks refused. Use the keys that
-        enter the attention: after rotary embedding, one set for each head.
+        returns an iterator. (A list or tuple is an array: matrices in it are a batch.) For x² the exact methods "auto"
+        and "gram" read the chunks twice and never hold them together. In all other cases files are loaded, and other
+        chunks refused. Use the keys that enter the attention: after rotary embedding, one set for each head.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large. Scores within 1e-9 (relative) of ε count as at least ε. Where
         four times the estimated error of a score is more (condition numbers above about 10⁶), that margin applies.
@@ -381,7 +381,7 @@ def scan_set(
     ----------
     source : chunks of shape (..., m, d), or files
         Keys in order: files opened with `open_keys`, any other object that can be iterated again and again, or a
-        function that returns an iterator.
+        function that returns an iterator. A list or tuple is an array, and refused.
     epsilon : float in (0, 1]
         The threshold, as in `universal_set`.
     size : int in [0, n]
@@ -459,7 +459,8 @@ def scan_set(
     if chunks is None:
         raise ValueError(
             f"source is of type {type(source).__name__}; expected chunks of keys: files opened with open_keys, an "
-            "object to iterate twice, or a function that returns an iterator. Give arrays and lists to universal_set"
+            "object to iterate twice, or a function that returns an iterator. Give arrays, lists and tuples to "
+            "universal_set"
         )
     if method not in SCANNED:
         raise ValueError(f"method is {method!r}; expected 'auto' or 'gram', which read chunks")

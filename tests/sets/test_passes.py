@@ -435,9 +435,16 @@ def test_files_are_loaded_for_groups_and_exact_scores(tmp_path: Path) -> None:
     assert by_sketch.indices.tolist() == levattn.universal_set(K0[:300], 0.1).indices.tolist()
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_matrices_in_a_list_or_tuple_are_a_batch_and_no_chunks(kind: Any) -> None:
+    halves = kind((K0[:100], K0[100:200]))
+    assert levattn.universal_set(halves, 0.1).batch == levattn.leverage_scores(halves).shape[:1] == (2,)
+
+
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (K0, {"progress": print}, ValueError, "source is of type ndarray; expected chunks"),
     (K0, {"checkpoint": "a"}, ValueError, "source is of type ndarray; expected chunks"),
+    *((kind((K0, K0)), {"progress": None}, ValueError, f"source is of type {kind.__name__}") for kind in (list, tuple)),
     (
         "keys.npy",
         {"progress": None},
