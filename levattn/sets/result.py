@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from levattn.plots import LeverageSpectrumDisplay
 
 
+_MOST_KEYS = 2**63  # of a matrix, whose indices are int64
 _SAMPLE = 64  # keys outside a set whose scores are compared with the scores of K
 
 Guarantee = Literal["exact", "superset", "coverage", "none"]
@@ -60,6 +61,10 @@ class ListedKeys:
     def __contains__(self: Any, key: object) -> bool:
         """Tell whether the key of an index is in the set of one matrix."""
         refuse_batch(self.batch, "`in` tells keys")
+        whole = isinstance(key, float | np.floating) and key.is_integer()  # which is equal to an index
+        if whole or isinstance(key, int | np.integer | np.bool_):
+            index = int(key)  # type: ignore[call-overload]
+            return 0 <= index < _MOST_KEYS and bool(self._holds(index))
         return key in self.indices.tolist()
 
     def __iter__(self: Any) -> Iterator[int]:
@@ -228,6 +233,9 @@ class UniversalSet(ListedKeys):
         """
         refuse_batch(self.batch, "member_scores are")
         return take_entries(self.scores, self.indices)
+
+    def _holds(self, index: int) -> bool:
+        return index < self.mask.shape[0] and bool(self.mask[index])
 
     @property
     @where_arrays_are
@@ -786,7 +794,9 @@ def refuse_batch(batch: tuple[int, ...], use: str) -> None:
 def number_of(index: Any, batch: tuple[int, ...]) -> int:
     """Return the number of one matrix of a batch, leading axes flattened, or raise."""
     if not batch:
-        raise TypeError("the set is of one matrix, which has no axes to choose from; use its indices or `in`")
+        raise TypeError(
+            "the set is of one matrix, which has no axes to choose from; use `in`, or K[universal.indices] for keys"
+        )
     place = index if isinstance(index, tuple) else (index,)
     if len(place) != len(batch) or any(isinstance(i, slice) for i in place):
         raise IndexError(

@@ -77,6 +77,10 @@ class StreamedSet(ListedKeys):
         refuse_batch(self.batch, "indices, keys, member_scores and payload are")
         return self.items[0]
 
+    def _holds(self, index: int) -> bool:
+        place = int(np.searchsorted(self.indices, index))
+        return place < len(self.indices) and bool(self.indices[place] == index)
+
     @property
     def indices(self) -> Int64:
         """Ascending row numbers of the keys of the set, int64 (size,), for one matrix."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +68,24 @@ def test_the_set_of_one_head_serves_heavy_attention() -> None:
 def test_an_index_that_is_not_there_is_refused(index: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         levattn.universal_set(keys(2, 3), 0.2)[index]
-    with pytest.raises(TypeError, match="of one matrix"):
-        levattn.universal_set(keys(), 0.2)[0]
+    for one in (levattn.universal_set(keys(), 0.2), streamed()):
+        with pytest.raises(TypeError, match=r"of one matrix.* use `in`, or K\[universal\.indices\] for keys"):
+            one[0]
 
 
-def test_members_are_found_and_given_in_order() -> None:
-    universal = levattn.universal_set(np.diag([1.0, 0, 2]), 0.5)
+@pytest.mark.parametrize(
+    "make", [levattn.universal_set, lambda K, e: levattn.StreamingUniversalSet(e).update(K).result()]
+)
+def test_members_are_found_and_given_in_order(make: Any) -> None:
+    universal = make(np.diag([1.0, 0, 2]), 0.5)
     assert list(universal) == [0, 2]
-    assert 2 in universal
-    assert np.int64(0) in universal
-    assert 1 not in universal
-    assert "2" not in universal
+    integers = (2, 0, np.int64(0), np.uint8(2), False, np.False_)
+    for key in (*integers, 2.0, np.float32(2), -0.0, Fraction(2), 2 + 0j, np.array(2)):
+        assert key in universal
+    integers = (1, True, np.True_, -1, -3, np.int8(-1), 3, 2**63, 2**70, -(2**70))
+    for key in (*integers, 1e300, 2.5, np.nan, np.inf, "2", None, (2,)):
+        assert key not in universal
+    assert all(key not in make(np.zeros((0, 3)), 0.5) for key in (0, -1, 0.0))
 
 
 def test_a_notebook_shows_a_table() -> None:
