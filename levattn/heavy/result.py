@@ -32,7 +32,8 @@ from levattn.linalg.accumulator import UNIT, second_moments
 from levattn.linalg.centered import means
 from levattn.linalg.factor import float64_rows
 from levattn.sensitivity.shares import BLOCK_ENTRIES, LEAST_POSITIVE
-from levattn.sets.result import UniversalSet, flag_counts, html_table, number_of, span
+from levattn.sensitivity.shown import span
+from levattn.sets.result import UniversalSet, flag_counts, html_table, number_of
 from levattn.states.blocks import matrices_in_memory
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from levattn.sensitivity.certificates import (
     raised_scores,
 )
 from levattn.sensitivity.leverage import check_epsilon, factorize
+from levattn.sensitivity.shown import keys_of
 from levattn.sensitivity.softmax import BALL_BOUND, JENSEN_BOUND
 
 CertificateMethod = Literal["auto", "leverage", "lewis", "lift", "block", "jensen", "ball"]
@@ -70,10 +71,8 @@ class Sensitivities:
 
     def __repr__(self) -> str:
         """Return the figures on one line."""
-        shape = tuple(self.upper.shape)
-        keys = f"{shape[-1]} keys" + (f" in each of {shape[:-1]}" if len(shape) > 1 else "")
-        figures = "" if len(shape) > 1 else f", total={self.total:.6g}, total_bound={self.total_bound:.6g}"
-        return f"Sensitivities({keys}{figures}, f={self.f!r}, certificate={self.certificate!r})"
+        figures = f", total={self.total:.6g}, total_bound={self.total_bound:.6g}" if self.upper.ndim == 1 else ""
+        return f"Sensitivities({keys_of(self.upper)}{figures}, f={self.f!r}, certificate={self.certificate!r})"
 
 
 @dataclass(frozen=True)

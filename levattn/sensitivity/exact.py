@@ -19,6 +19,7 @@ from levattn._core.types import Flags, Float64
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power, Softmax, as_function
 from levattn.linalg.routes import rank_tolerance
+from levattn.sensitivity.shown import keys_of, span
 
 _EPS = float(np.finfo(np.float64).eps)
 _MOST_KEYS = 2000
@@ -31,7 +32,7 @@ _STEPS = 300
 _ENTRIES = 4_000_000  # of the largest temporary array
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ExactSensitivities:
     """Brackets of the sensitivities of keys, and the queries that reach the lower ends.
 
@@ -56,8 +57,8 @@ class ExactSensitivities:
     >>> import numpy as np, levattn
     >>> K = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     >>> found = levattn.exact_sensitivities(K, 4)
-    >>> found.method
-    'convex program'
+    >>> found
+    ExactSensitivities(3 keys, total=2.66667, method='convex program')
     >>> scores = (found.queries @ K.T) ** 4
     >>> np.diag(scores / scores.sum(axis=1, keepdims=True)).round(6)
     array([0.888889, 0.888889, 0.888889])
@@ -67,6 +68,11 @@ class ExactSensitivities:
     upper: Float64
     queries: Float64
     method: str
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        total = span([self.lower.sum(), self.upper.sum()])
+        return f"ExactSensitivities({keys_of(self.upper)}, total={total}, method={self.method!r})"
 
 
 @where_arrays_are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import array_api_compat
@@ -96,7 +96,7 @@ def promised_distortion(rows: float, rank: int, delta: float) -> float:
     return high
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RowSample:
     """Rows drawn at random, with weights that make sums over them estimates of sums over all rows.
 
@@ -148,7 +148,7 @@ class RowSample:
     eigenvalues: tuple[float, float]
     promised: float
     failure: float
-    keys: npt.NDArray[Any] | None = field(default=None, repr=False)
+    keys: npt.NDArray[Any] | None = None
 
     @property
     def distortion(self) -> float:
@@ -157,6 +157,11 @@ class RowSample:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        figures = f"distortion={self.distortion:.6g}, promised={self.promised:.6g}, failure={self.failure:.6g}"
+        return f"RowSample({len(self)} of {self.rows_of_all} rows, size={self.size}, {figures})"
 
     @where_arrays_are
     def rows(self, K: Any = None, /, p: float = 2.0) -> Any:

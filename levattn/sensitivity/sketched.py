@@ -11,9 +11,10 @@ from levattn._core.arrays import to_device
 from levattn._core.device import where_arrays_are
 from levattn.sensitivity.approximate import FAILURE, screen, sketches_of
 from levattn.sensitivity.leverage import check_method, read_keys, rows_of
+from levattn.sensitivity.shown import keys_of, span
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class SketchedScores:
     """Approximate leverage scores, and what is known of their errors.
 
@@ -46,6 +47,13 @@ class SketchedScores:
     upper: Any
     distortion: Any
     failure: float
+
+    @where_arrays_are
+    def __repr__(self) -> str:
+        """Return the figures on one line; for a batch the least and largest distortion."""
+        total = f", total={float(self.scores.sum()):.6g}" if self.scores.ndim == 1 else ""
+        figures = f"distortion={span(self.distortion)}, failure={self.failure:.6g}"
+        return f"SketchedScores({keys_of(self.scores)}{total}, {figures})"
 
 
 @where_arrays_are

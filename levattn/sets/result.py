@@ -37,6 +37,7 @@ from levattn.linalg.routes import factor_moments
 from levattn.sensitivity.approximate import SCORE_SKETCHES
 from levattn.sensitivity.groups import as_labels, group_scores
 from levattn.sensitivity.leverage import rows_of
+from levattn.sensitivity.shown import span
 
 if TYPE_CHECKING:
     from levattn.plots import LeverageSpectrumDisplay
@@ -674,15 +675,6 @@ def _require_item_of(keys: Matrices, universal: UniversalSet, name: str) -> None
 
 
 _KEYS_SHOWN = 10  # in a notebook
-
-
-def span(values: Any) -> str:
-    """Return a figure, or the least and the largest figure of a batch."""
-    found = np.asarray(values)
-    if not found.size:
-        return "none"
-    low, high = f"{found.min():.6g}", f"{found.max():.6g}"
-    return low if low == high else f"{low} to {high}"
 
 
 def _size(found: Any) -> str:

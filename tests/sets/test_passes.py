@@ -444,7 +444,10 @@ def test_matrices_in_a_list_or_tuple_are_a_batch_and_no_chunks(kind: Any) -> Non
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (K0, {"progress": print}, ValueError, "source is of type ndarray; expected chunks"),
     (K0, {"checkpoint": "a"}, ValueError, "source is of type ndarray; expected chunks"),
-    *((kind((K0, K0)), {"progress": None}, ValueError, f"source is of type {kind.__name__}") for kind in (list, tuple)),
+    *(
+        (kind((K0, K0)), {"progress": None}, ValueError, f"source is of type {kind.__name__}")
+        for kind in (list, tuple)
+    ),
     (
         "keys.npy",
         {"progress": None},

@@ -238,6 +238,26 @@ def test_states_and_heavy_attention_tell_what_they_hold() -> None:
     assert "causal" in repr(levattn.causal_heavy_attention(K, K, 0.2))
 
 
+def test_scores_and_samples_tell_their_figures_on_a_line() -> None:
+    K = keys()
+    assert repr(levattn.exact_sensitivities(K)) == "ExactSensitivities(60 keys, total=4, method='svd')"
+    sketched = levattn.sketched_scores(K)
+    total = f"total={sketched.scores.sum():.6g}"
+    assert (
+        repr(sketched)
+        == f"SketchedScores(60 keys, {total}, distortion={sketched.distortion:.6g}, failure={sketched.failure:.6g})"
+    )
+    heads = levattn.sketched_scores(keys(2, 3))
+    low, high = heads.distortion.min(), heads.distortion.max()
+    assert f"SketchedScores(60 keys in each of (2, 3), distortion={low:.6g} to {high:.6g}, failure=" in repr(heads)
+    sample = levattn.sample_rows(K, 10, rng=0)
+    assert repr(sample).startswith(
+        f"RowSample({len(sample)} of 60 rows, size=10, distortion={sample.distortion:.6g}, "
+    )
+    for K in (keys(n=0), keys(0)):  # without keys, and without matrices
+        assert "\n" not in repr(levattn.sketched_scores(K))
+
+
 def test_exchanged_axes_warn_and_short_contexts_do_not() -> None:
     with pytest.warns(
         levattn.AxesWarning, match=r"K has shape \(60, 3, 4\): 3 keys of 4 columns in each of 60"
