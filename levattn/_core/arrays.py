@@ -158,7 +158,9 @@ def remedy_of(array: Any, name: str) -> str:
     package = type(array).__module__.partition(".")[0]
     if package == "pandas":  # nullable columns become objects otherwise
         return f"Convert it first: {name}.to_numpy('float64', na_value=numpy.nan), and leave gaps out by mask="
-    if package == "levattn" and hasattr(array, "load"):
+    if package == "levattn" and not hasattr(array, "between"):
+        return f"A set, a state or another result of levattn is no array: give the rows themselves as {name}"
+    if package == "levattn":
         if name != "K":
             return f"Load them: {name}.load()"
         return (

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
-from levattn._core.checks import TIE, check_type
+from levattn._core.checks import TIE
 from levattn._core.device import where_arrays_are
 from levattn._kernels import KEYS
 from levattn.exceptions import NonFiniteError
@@ -20,7 +20,7 @@ from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
 from levattn.heavy.squares import HEAVY_NAMES, HEAVY_SKETCHES, HeavyMethod, of_squares
 from levattn.sensitivity.leverage import check_epsilon
-from levattn.sets.result import UniversalSet, item_of, require_set_of
+from levattn.sets.result import UniversalSet, check_universal, item_of, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.blocks import matrices_in_memory
 
@@ -61,6 +61,7 @@ def heavy_attention(
     universal : UniversalSet, optional
         The universal set of the same keys for ε or less, if it is known already. For x² the call then reads the rows
         of K in the set and a sample of the others, or all rows where n < d. Other functions read all rows (Notes).
+        A `StreamedSet` does not suffice, because it has no scores of other keys.
         With a set with coverage all returned entries are right, and a query misses none with
         the probability of the set.
     method : {"auto", "countsketch", "jl"} or a sketch
@@ -286,7 +287,7 @@ def _causal_attention(keys: Matrices, epsilon: float, queries: Matrices, head: i
 
 
 def _check_universal(keys: Matrices, universal: Any, epsilon: float, f: AttentionFunction | Softmax) -> None:
-    check_type("universal", universal, UniversalSet, "the result of universal_set")
+    check_universal(universal)
     if as_function(universal.f) != f:
         raise ValueError(f"universal is of f = {universal.f!r} and f is {f!r}; expected the set of the same function")
     if universal.guarantee == "none":

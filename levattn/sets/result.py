@@ -638,9 +638,19 @@ def _read_again(K: Any, universal: UniversalSet) -> tuple[Matrices, Rows]:
     return matrices, rows
 
 
+def check_universal(universal: Any, name: str = "universal") -> None:
+    """Raise unless an argument is the result of `universal_set`."""
+    if isinstance(universal, ListedKeys) and not isinstance(universal, UniversalSet):
+        raise TypeError(
+            f"{name} is of type {type(universal).__name__}, which has no scores of keys outside the set; expected the "
+            "result of universal_set. Give universal_set(K, epsilon), or leave it out"
+        )
+    check_type(name, universal, UniversalSet, "the result of universal_set")
+
+
 def require_set_of(keys: Matrices, universal: Any, name: str = "universal") -> None:
     """Raise if `universal` is not the set of these keys, as far as shape, storage and a sample of scores tell."""
-    check_type(name, universal, UniversalSet, "the result of universal_set")
+    check_universal(universal, name)
     shape = tuple(universal.mask.shape)
     if shape != (*keys.batch, keys.n):
         raise ValueError(f"{name} is of keys of shape {shape}; expected the set of K, {(*keys.batch, keys.n)}")

@@ -107,6 +107,12 @@ def test_a_set_of_other_keys_is_refused() -> None:
     huber = levattn.universal_set(K, 0.05, f=levattn.Huber(1.0))
     with pytest.raises(ValueError, match="other keys"):
         levattn.heavy_attention(K, K[::-1], 0.1, f=levattn.Huber(1.0), universal=huber)
+    streamed = levattn.StreamingUniversalSet(0.1).update(K)
+    with pytest.raises(TypeError, match=r"type StreamedSet, .*Give universal_set\(K, epsilon\), or leave it out"):
+        levattn.heavy_attention(K, K, 0.1, universal=streamed.result())  # type: ignore[arg-type]
+    for wrong in (streamed, streamed.result()):
+        with pytest.raises(TypeError, match=r"is no array: give the rows themselves as K"):
+            levattn.heavy_attention(K, wrong, 0.1)
     K[universal.indices[0]] = np.nan
     with pytest.raises(NonFiniteError, match=str(universal.indices[0])):
         levattn.heavy_attention(np.ones((1, 5)), K, 0.1, universal=universal)
