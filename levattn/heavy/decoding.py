@@ -33,6 +33,7 @@ from levattn.linalg.accumulator import UNIT, GramAccumulator
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
 from levattn.sensitivity.leverage import check_epsilon
+from levattn.sensitivity.shown import span
 from levattn.sets.candidates import Candidates, ChunkForm
 from levattn.sets.result import rescored
 from levattn.states import factor_of_sum
@@ -41,7 +42,7 @@ from levattn.states.blocks import in_main_memory, payload_of
 _RECENT = 64  # recent keys, at least, before they are factored with the others
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class HeavyKeys:
     """The heavy entries of some queries over the keys so far; the result of `CausalUniversalSet.heavy`.
 
@@ -68,6 +69,8 @@ class HeavyKeys:
     --------
     >>> import numpy as np, levattn
     >>> heavy = levattn.CausalUniversalSet(0.5).update(np.eye(3)).heavy(np.array([[0, 0, 2.0], [1, 1, 1]]))
+    >>> heavy
+    HeavyKeys(1 entries of 2 queries, captured_mass 1)
     >>> heavy.starts, heavy.indices, heavy.scores
     (array([0, 1, 1]), array([2]), array([1.]))
     """
@@ -79,6 +82,13 @@ class HeavyKeys:
     normalizers: Float64
     captured_mass: Float64
     error: Float64
+
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        return (
+            f"HeavyKeys({len(self.indices)} entries of {len(self.normalizers)} queries, "
+            f"captured_mass {span(self.captured_mass)})"
+        )
 
 
 class CausalUniversalSet(SharedState):

@@ -50,7 +50,7 @@ class Scored:
         return taken, self.flags
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Factor:
     """A batch of factors, one for each key matrix K: a W such that K W has orthonormal columns.
 
@@ -118,6 +118,12 @@ class Factor:
     projection: Float64 | None = None
     wide: Wide | None = None
     scored: Scored | None = None
+
+    def __repr__(self) -> str:
+        """Return the figures on one line; for a batch the largest ones."""
+        matrices = f" in {len(self.rank)} matrices" if len(self.rank) != 1 else ""
+        rank, error = max(self.rank.tolist(), default=0), max(self.error.tolist(), default=0.0)
+        return f"Factor(rank={rank} of {self.columns} columns{matrices}, error={error:.3g})"
 
     @property
     def _held_array(self) -> Any:

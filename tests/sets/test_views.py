@@ -254,6 +254,8 @@ def test_scores_and_samples_tell_their_figures_on_a_line() -> None:
     assert repr(sample).startswith(
         f"RowSample({len(sample)} of 60 rows, size=10, distortion={sample.distortion:.6g}, "
     )
+    factor = levattn.universal_set(keys(2), 0.1).factor
+    assert repr(factor) == f"Factor(rank=4 of 4 columns in 2 matrices, error={factor.error.max():.3g})"
     for K in (keys(n=0), keys(0)):  # without keys, and without matrices
         assert "\n" not in repr(levattn.sketched_scores(K))
 
