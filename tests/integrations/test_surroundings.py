@@ -425,6 +425,24 @@ def test_a_mask_hides_the_padding_of_the_context_and_nothing_else_of_it(implemen
         answers(model, cache_of(model), [QUESTION], None, attention_mask=mask[1:])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("measure", [None, pytest.param(True, marks=pytest.mark.thorough)])
+def test_compiled_models_are_pruned_and_measured_as_others(measure: bool | None) -> None:
+    torch.compiler.reset()
+    model, graphs, long = base(), [], tokens(2).repeat(1, 3)
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
+    for _ in range(2):
+        with torch.no_grad(), prune(model, Selection(12, start=0), layers=[0, 1], measure=measure) as report:
+            expected = model(long)[0]
+        with torch.no_grad(), prune(model, Selection(12, start=0), layers=[0, 1], measure=measure) as found:
+            torch.testing.assert_close(compiled(long)[0], expected, rtol=1e-4, atol=1e-4)
+        for mine, row in zip(found.table(), report.table(), strict=True):
+            figures = [[each[name] or 0 for name in ("calls", "measured", "slots", "error")] for each in (mine, row)]
+            assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+        assert found.summary()["measured_calls"] == (1 if measure is None else 2)
+    assert len(graphs) <= 12  # before, between and after the attentions; of the statistics there are none
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", ["compressed", "pruned"])

@@ -165,6 +165,8 @@ class Tally:
 
     def end(self, sequences: int, measurement: MeasuredCall | None, *, whole: bool) -> None:
         """Count a call, and add its figures if it was measured."""
+        found = [] if measurement is None else measurement.found
+        all_heads = sum(figures.sum(1) for _, _, figures in found)
         with _LOCK:
             self.calls += 1
             self.whole += whole
@@ -172,10 +174,9 @@ class Tally:
             if measurement is None:
                 return
             self.measured += 1
-            for group, seconds, figures in measurement.found:
+            for group, seconds, figures in found:
                 self.seconds += seconds
                 for place, head in enumerate(group.heads):
                     self.of_heads[head].add(figures[:, place])
-            all_heads = sum(figures.sum(1) for _, _, figures in measurement.found)
             self.of_layer.add(all_heads)
             self.of_calls.add(all_heads.sum(0, keepdims=True))

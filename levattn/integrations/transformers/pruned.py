@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
+from levattn.attention.arguments import untraced
 from levattn.attention.pruned.pruned import state_alone
 from levattn.attention.pruned.selection import rule_of, slots_for
 from levattn.integrations.transformers.calls import layer_of, padding_and_kind, time_on
@@ -254,7 +255,16 @@ class LayerPruning:
         return sorted({head for group in groups for head in group.heads})
 
 
-def _attention(
+def _attention(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the output of a pruned layer, as `_attended` does, which torch's compiler leaves to Python.
+
+    Selections, states and statistics are numpy's and Python's. The compiler would trace some of these arrays as
+    tensors, with other strides.
+    """
+    return untraced(_attended, *args, **options)  # type: ignore[no-any-return]
+
+
+def _attended(
     module: Any,
     query: Any,
     key: Any,
