@@ -445,17 +445,15 @@ def test_compiled_models_are_pruned_and_measured_as_others(measure: bool | None)
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("change", ["compressed", "pruned"])
-def test_compiled_models_compute_the_same(change: str) -> None:
-    model = base()
-    compiled = torch.compile(model, backend="eager")
+def test_compiled_models_read_compressed_caches() -> None:
+    torch.compiler.reset()
+    model, graphs = base(), []
+    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
     with torch.no_grad():
-        if change == "pruned":
-            with prune(model, 12, measure=False):
-                torch.testing.assert_close(compiled(whole())[0], model(whole())[0], rtol=1e-4, atol=1e-4)
-            return
         cache = cache_of(model, {(0, 0): 0.5})
         fork = cache.copy()
         for asked in (QUESTION, QUESTION[:, :1], QUESTION[:, :1]):
             expected = model(asked, **{CACHE: fork})[0]
             torch.testing.assert_close(compiled(asked, **{CACHE: cache})[0], expected, rtol=1e-4, atol=1e-4)
+    assert graphs
+    assert not any("meta" in graph.code for graph in graphs)  # inductor has no code for the shadows of stand-ins

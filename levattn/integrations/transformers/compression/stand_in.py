@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from levattn.attention.arguments import compiling, untraced
+
 # Takes queries (B, H, T, d), a mask as transformers makes it, the scale of logits and their bound or None, and returns
 # the output (B, H, T, D); or None if the model's attention computes it
 Answer = Callable[[Any, Any, float, float | None], Any]
@@ -73,6 +75,8 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if compiling():  # a graph would hold the shadows
+            return untraced(cls.__torch_function__, function, types, args, kwargs)
         read, kwargs = getattr(function, "__name__", "") == "__get__", kwargs or {}  # read: a property
         name = getattr(function.__self__ if read else function, "__name__", "")
         kinds, step = _STEPS.get(name, ((), None))
