@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,12 +179,34 @@ def test_gradients_flow_through_groups_of_heads_that_are_not_side_by_side() -> N
     assert float((of * direction).sum()) == pytest.approx(float(ends[1] - ends[0]) / 2e-6, rel=1e-5)
 
 
-def test_a_wrapper_is_refused_with_the_way_to_the_model_in_it() -> None:
+def with_adapters(model: Any) -> Any:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj"]))
-    for change in (lambda: prune(model, 8), lambda: cache_of(model)):
-        with pytest.raises(TypeError, match=r"PeftModel, a wrapper; .*get_base_model\(\)"):
-            change()
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and the way to the model
+    "PeftModel": (with_adapters, "model.get_base_model()"),
+    "OptimizedModule": (torch.compile, "model._orig_mod"),
+    "DataParallel": (torch.nn.DataParallel, "model.module"),
+    "OptimizedModule of adapters": (lambda x: torch.compile(with_adapters(x)), "model._orig_mod.get_base_model()"),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_wrapper_is_refused_with_the_way_to_the_model_in_it(kind: str) -> None:
+    wrap, way = WRAPPERS[kind]
+    inner = base()
+    cache = cache_of(inner)
+    model = wrap(inner)
+    message = re.escape(f"{kind.split()[0]}, a wrapper; ") + ".*" + re.escape(f"Give {way}, and")
+    for use in (lambda: prune(model, 8), lambda: cache_of(model), lambda: cache.ask(model, QUESTION, **GREEDY)):
+        with pytest.raises(TypeError, match=message):
+            use()
+    assert eval(way, {"model": model}) is inner
+
+
+def test_a_model_with_adapters_reads_its_caches() -> None:
+    model = with_adapters(base())
     inner = model.get_base_model()
     dense = model.generate(input_ids=whole(), **GREEDY)
     assert torch.equal(cache_of(inner).ask(inner, QUESTION, **GREEDY), dense[:, CONTEXT:])

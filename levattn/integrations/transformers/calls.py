@@ -44,6 +44,27 @@ def model_inputs(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def refuse_wrapper(model: Any) -> None:
+    """Raise for a transformers model in a wrapper, with the way to the model."""
+    from transformers import PreTrainedModel
+
+    way, inner = "model", model
+    while isinstance(inner, torch.nn.Module) and not isinstance(inner, PreTrainedModel):
+        # of torch.compile, which has the attributes of its model too, and of parallel data
+        name = next((name for name in ("_orig_mod", "module") if name in inner._modules), None)
+        if name is not None:
+            way, inner = f"{way}.{name}", inner._modules[name]
+        elif hasattr(inner, "get_base_model"):  # of peft
+            way, inner = f"{way}.get_base_model()", inner.get_base_model()
+        else:
+            return
+    if inner is not model and isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model is of type {type(model).__name__}, a wrapper; expected the transformers.PreTrainedModel in it, "
+            f"with its adapters. Give {way}, and call the wrapper after that if you like, as it shares the changes"
+        )
+
+
 def inputs_device(model: Any) -> Any:
     """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
@@ -111,6 +132,7 @@ def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
     """Return a cache under the keyword that a module uses for it."""
     keyword = cache_keyword(module)
     if keyword is None:
+        refuse_wrapper(module)
         raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
     return {keyword: cache}
 

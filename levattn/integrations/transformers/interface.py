@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from levattn._core.checks import check_type
-from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of
+from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of, refuse_wrapper
 from levattn.integrations.transformers.states import state_layer
 
 PART = "_levattn_pruned"  # the attribute of an attention module that says how it is pruned
@@ -47,11 +47,7 @@ def check_model(model: Any) -> None:
     """Raise if this is not a transformers model, is already changed, or has an unsupported kind of attention."""
     from transformers import PreTrainedModel  # two seconds, which the caller's imports have already spent
 
-    if not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
-        raise TypeError(
-            f"model is of type {type(model).__name__}, a wrapper; expected the transformers.PreTrainedModel in "
-            "it, with its adapters. Give model.get_base_model()"
-        )
+    refuse_wrapper(model)
     check_type("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
     config, name = model.config.get_text_config(decoder=True), type(model).__name__
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":

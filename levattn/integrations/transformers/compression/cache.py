@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, parameters_of, tokens_of
+from levattn.integrations.transformers.calls import as_cache_of, parameters_of, refuse_wrapper, tokens_of
 from levattn.integrations.transformers.compression.files import Origin, held_by, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
@@ -266,6 +266,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
         """Raise for a question that the cache cannot take."""
+        refuse_wrapper(model)
         if not hasattr(model, "generate"):
             raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
         self.origin.check(model)
