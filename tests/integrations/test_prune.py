@@ -144,11 +144,43 @@ def test_images_are_pruned_too() -> None:
         assert difference(output(model, images), wanted) > 1e-2
 
 
-@pytest.mark.skipif("Bert" in ENCODERS, reason="goes through the interface from version 5 on")
-def test_an_encoder_that_cannot_be_reached_is_refused() -> None:
-    config = transformers.BertConfig(**SIZES)
-    with pytest.raises(ValueError, match=r"no attention function was reached \(BertSdpaSelfAttention does"):
-        prune(transformers.BertModel(config), 8)
+def with_a_table_of_its_own(first: int) -> Any:
+    """A model whose layers from the first one on look attention up in a table of their own."""
+    model = base()
+    for layer in model.model.layers[first:]:
+
+        def forward(*args: Any, module: Any = layer.self_attn, **options: Any) -> Any:
+            assert {"sdpa": True}[module.config._attn_implementation]
+            return type(module).forward(module, *args, **options)
+
+        layer.self_attn.forward = forward
+    return model
+
+
+OF_OLDER = pytest.mark.skipif("Bert" in ENCODERS, reason="goes through the interface in newer releases, or not at all")
+UNREACHED: dict[str, tuple[Callable[[], Any], str]] = {
+    "Bert": (lambda: other("Bert"), r"no attention function was reached \(BertSdpaSelfAttention does"),
+    "ModernBert": (lambda: other("ModernBert"), r"no attention function was reached \(ModernBertAttention does"),
+    "Falcon": (lambda: other("Falcon"), r"no attention function was reached \(FalconAttention does"),
+    "all layers": (lambda: with_a_table_of_its_own(0), r"no attention function was reached \(LlamaAttention does"),
+    "a layer": (lambda: with_a_table_of_its_own(1), r"not every attention function was reached \(LlamaAttention does"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=OF_OLDER) if case[0].isupper() else case for case in UNREACHED]
+)
+def test_attention_that_cannot_be_reached_is_refused(case: str) -> None:
+    make, message = UNREACHED[case]
+    model = make().train()
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(
+        ValueError, match=message + f".* of transformers {transformers.__version__}.*; expected"
+    ) as got:
+        prune(model, 8)
+    assert (got.value.__cause__ is None) == (case == "Bert")
+    assert ("from 5.0 on" in str(got.value)) == ("Bert" not in ENCODERS)
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 # What the operator says, sequence by sequence
@@ -581,6 +613,8 @@ def test_an_example_may_be_given() -> None:
     model = base()
     with prune(model, 60, example={"inputs_embeds": torch.zeros(1, 2, 32), "use_cache": False}):
         output(model)
+    with pytest.raises(IndexError):  # the model's own error about its inputs
+        prune(model, 60, example={"input_ids": torch.full((1, 2), 40)})
     model.main_input_name = "input_features"
     with pytest.raises(ValueError, match="is called with input_features, which has no default example"):
         prune(model, 8)

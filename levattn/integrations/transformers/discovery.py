@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from levattn.integrations.transformers.interface import Changes, Interface
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
 _POSITIONS = 3  # of the trial input
+_ENCODERS_FROM = 5  # the version of transformers from which on its encoders use the interface
 
 
 @dataclass(eq=False)
@@ -50,11 +52,7 @@ def discovered(
     reached = {id(layer.module) for layer in found}
     past = [module for module, _ in entered if id(module) not in reached and not _holds_another(module)]
     if not found:
-        kind = type(past[0] if past else model).__name__
-        raise ValueError(
-            f"{type(model).__name__}: no attention function was reached ({kind} does not use the attention interface "
-            "of transformers); expected a model that uses it. Take another model, or a newer transformers"
-        )
+        raise _unreached(model, past[0] if past else model, "no")
     crossed = {id(module) for module, given in entered if any(given.get(name) is not None for name in _CROSS)}
     numbers: list[Any] = [getattr(layer.module, "layer_idx", None) for layer in found]
     if all(number is None for number in numbers):
@@ -87,7 +85,8 @@ def _tried(
 ) -> tuple[list[ModelLayer], list[tuple[Any, dict[str, Any]]]]:
     """Call a model on inputs in evaluation mode; return layers that use the interface, and all calls of attention.
 
-    The calls are pairs of a module and its arguments by their names. The model stays unchanged.
+    The calls are pairs of a module and its arguments by their names. The model stays unchanged. Raises where a model
+    looks its attention up elsewhere, and so fails with the name of this one.
     """
     from transformers import PretrainedConfig
 
@@ -103,14 +102,54 @@ def _tried(
         for module in modules:
             interface.hook(module, changes.hooks, entered)
         interface.give_parts(changes, layers, layers)
-        for module in model.modules():
-            if module.training:
-                changes.give(module, "training", False)
-        with torch.no_grad():
-            model(**inputs)
+        _call(model, inputs, changes)
+    except Exception as error:
+        changes.undo()
+        if _is_own(error) or not _runs(model, inputs):
+            raise
+        raise _unreached(model, entered[-1][0] if entered else model, "not every" if reached else "no") from error
     finally:
         changes.undo()
     return list({id(layer): layer for layer in reached}.values()), entered
+
+
+def _is_own(error: Exception) -> bool:
+    """Tell whether an error is a refusal by the library."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and frames[-1].f_globals["__name__"].startswith(f"{__package__}.")
+
+
+def _call(model: Any, inputs: dict[str, Any], changes: Changes) -> None:
+    """Call a model in evaluation mode, which is one of the changes."""
+    for module in model.modules():
+        if module.training:
+            changes.give(module, "training", False)
+    with torch.no_grad():
+        model(**inputs)
+
+
+def _runs(model: Any, inputs: dict[str, Any]) -> bool:
+    """Tell whether a model takes inputs with its own attention."""
+    changes = Changes()
+    try:
+        _call(model, inputs, changes)
+    except Exception:
+        return False
+    finally:
+        changes.undo()
+    return True
+
+
+def _unreached(model: Any, module: Any, how_many: str) -> ValueError:
+    """Return the refusal of a model with this attention module, which does not use the interface."""
+    from transformers import __version__ as version
+
+    older = int(version.partition(".")[0]) < _ENCODERS_FROM
+    return ValueError(
+        f"{type(model).__name__}: {how_many} attention function was reached ({type(module).__name__} does not use "
+        f"the attention interface of transformers {version}); expected a model that uses it. Take another model, or a "
+        "newer transformers" + (f": BERT, RoBERTa and DistilBERT use it from {_ENCODERS_FROM}.0 on" if older else "")
+    )
 
 
 def shared_configs(model: Any, layers: list[ModelLayer]) -> bool:
