@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.56")
 
-from decoders import CACHE, LEFT, PADDED, T, base, difference, output, position_ids, tokens  # noqa: E402
+from decoders import CACHE, LEFT, PADDED, SIZES, T, base, difference, output, position_ids, tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import (  # noqa: E402
@@ -60,7 +60,11 @@ def seeded() -> None:
 
 def model_for(form: str, family: str = "Llama", **options: Any) -> Any:
     """A model that can be changed in this way: pruned layers do not slide."""
-    wide = {"sliding_window": 40} if family == "Mistral" and not form.startswith("extended") else {}
+    wide = (
+        {"sliding_window": SIZES["max_position_embeddings"]}
+        if family == "Mistral" and not form.startswith("extended")
+        else {}
+    )
     return base(family, **wide | options)
 
 

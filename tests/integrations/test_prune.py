@@ -44,7 +44,7 @@ def split(family: str) -> Selection:
 
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
 def test_slots_for_all_keys_are_dense_attention(family: str) -> None:
-    model = base(family, **({"sliding_window": 40} if family == "Mistral" else {}))
+    model = base(family, **({"sliding_window": 96} if family == "Mistral" else {}))
     masks = (None, LEFT, LEFT.flip(-1))
     wanted = [output(model, attention_mask=real) for real in masks]
     for few in (60, 1.0, Selection(size=60), Selection(epsilon=-1e30), split(family)):
@@ -738,13 +738,48 @@ def test_scales_of_layers_are_honored_or_refused() -> None:
 
 
 def test_windows_that_slide_are_refused_when_they_do() -> None:
-    model = pruned(base("Mistral", sliding_window=T))
+    model = base("Mistral", sliding_window=T)
+    prune(model, SPLIT, layers=[0, 1])
     cache = transformers.DynamicCache(config=model.config)
     assert torch.isfinite(output(model, **{CACHE: cache})).all()
     with pytest.raises(ValueError, match="MistralAttention 0 slides over 20 positions, and there are 21"):
         output(model, tokens(length=1), **{CACHE: cache})
     with pytest.raises(ValueError, match="slides over 20 positions, and there are 22"):
         output(model, tokens(length=22))
+
+
+SLIDING: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers that do not slide
+    "Gemma3": ({}, [1]),
+    "Qwen2": ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, [0]),
+    "Mistral": ({"sliding_window": 96}, [0, 1]),  # as many as the model takes
+}
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_layers_that_slide_stay_dense_unless_they_are_named(family: str) -> None:
+    options, whole = SLIDING[family]
+    model, few = base(family, **options), Selection(6, start=0)
+    with prune(model, few, layers=whole):
+        expected = output(model), model.generate(tokens(), max_new_tokens=4, do_sample=False)
+    with prune(model, few) as report:
+        assert torch.equal(output(model), expected[0])
+        assert torch.equal(model.generate(tokens(), max_new_tokens=4, do_sample=False), expected[1])
+    assert sorted({row["layer"] for row in report.table()}) == whole
+    assert ("slide and are dense" in str(report)) == (family != "Mistral")
+    with prune(model, few, heads=[0]) as report:
+        output(model)
+    assert sorted({row["layer"] for row in report.table()}) == whole
+
+
+def test_the_budgets_of_a_loss_leave_layers_that_slide_dense() -> None:
+    found = calibrate(base("Gemma3"), {"input_ids": tokens()}, target=0.5, metric="logits")
+    assert {layer for layer, _ in found} == {1}
+
+
+def test_a_model_whose_layers_all_slide_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"all layers of .* slide, over 4 positions, .* layers=range\(2\)"):
+        prune(base("Mistral"), 6)
+    prune(base("Mistral"), 6, layers=range(2)).remove()
 
 
 def test_a_mask_that_is_not_causal_is_refused_where_there_is_a_cache() -> None:

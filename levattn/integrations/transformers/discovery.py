@@ -31,6 +31,12 @@ class ModelLayer:
     call: Any = None
     handed: bool = False  # whether the module passes its keywords on to its attention
 
+    @property
+    def slides(self) -> bool:
+        """Whether its window has fewer positions than the model takes."""
+        most = getattr(self.module.config, "max_position_embeddings", None)
+        return self.sliding_window is not None and (most is None or self.sliding_window < most)
+
     def take(self, call: Any, query: Any, key: Any, value: Any, **found: Any) -> tuple[Any, None]:
         """Record the arguments of the attention, and return zeros as its output."""
         self.reached.append(self)
@@ -78,6 +84,20 @@ def discovered(
                 "e.g. prune(model.get_encoder(), ...)"
             )
     return there
+
+
+def whole_layers(model: Any, there: Mapping[int, ModelLayer]) -> list[int]:
+    """Return the numbers of the layers that do not slide, or raise if all do."""
+    found = [number for number, layer in there.items() if not layer.slides]
+    if not found:
+        window, numbers = min(layer.sliding_window or 0 for layer in there.values()), list(there)
+        named = f"range({len(numbers)})" if numbers == list(range(len(numbers))) else numbers
+        raise ValueError(
+            f"all layers of {type(model).__name__} slide, over {window} positions, and would stay dense; expected a "
+            f"layer that attends to all positions. For texts of at most {window} positions name the layers: "
+            f"layers={named}"
+        )
+    return found
 
 
 def _tried(

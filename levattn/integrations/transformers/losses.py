@@ -12,7 +12,7 @@ import torch
 from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import with_budgets
 from levattn.integrations.transformers.calls import whole_numbers
-from levattn.integrations.transformers.discovery import discovered
+from levattn.integrations.transformers.discovery import discovered, whole_layers
 from levattn.integrations.transformers.pruned import PRUNED
 from levattn.integrations.transformers.pruning import prune, register
 
@@ -61,7 +61,7 @@ class Losses:
         layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
         if layers is None and heads is None:  # named, because heads get different budgets in the end
             register()
-            layers = list(discovered(PRUNED, self.model, None))
+            layers = whole_layers(self.model, discovered(PRUNED, self.model, None))
         found: Errors = {}
         for share in shares:
             few = replace(self.selection, budget=share)

@@ -288,11 +288,11 @@ def _attended(
         )
     held = None if call is None else call.held
     seen = rows if held is None else held.begin(part.pruning) + rows
-    _check_lengths(layer, rows, key.shape[2], seen, sliding_window)
+    _check_lengths(layer, rows, key.shape[2], seen, None if isinstance(part, ModelLayer) else sliding_window)
     declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
     present, causal = padding_and_kind(layer, attention_mask, rows, seen, declared or held is not None)
     if isinstance(part, ModelLayer):
-        return part.take(call, query, key, value, causal=causal)
+        return part.take(call, query, key, value, causal=causal, sliding_window=sliding_window)
     if held is not None:
         held.check(layer, present)
         if not causal:

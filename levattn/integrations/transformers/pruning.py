@@ -16,7 +16,7 @@ from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
 from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for, splits_by_length
-from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs
+from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs, whole_layers
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.measuring import Sampler, Tally
 from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
@@ -87,7 +87,8 @@ def prune(
         from pairs (layer, head), to selections or numbers names the heads to prune; the others stay dense. A
         `Calibration` is such a mapping. Scores of your own are a function here, and ``renew_every`` is for decoders.
     layers : iterable of int, optional
-        Numbers of the layers to prune, from 0; all layers that the model runs if None.
+        Numbers of the layers to prune, from 0. If None, all layers that the model runs and that do not slide. A layer
+        slides if it attends to a window of fewer positions than the model takes. It stays dense, as in `compress`.
     heads : iterable of int, HeadProfile or str, optional
         Numbers of the key heads to prune in each of these layers, together with their query heads; all if None. A
         `HeadProfile` splits the budget, a share, over all heads by their costs. "auto" is the one of this model, as
@@ -112,10 +113,10 @@ def prune(
     TypeError, ValueError
         If an option is out of range, the model is already pruned or extended, or a chosen layer cannot be pruned. It
         cannot if it does not use the attention interface, has cross-attention, or passes arguments that pruning would
-        ignore (biases of positions, bounded logits, sinks). The model then stays unchanged. An `example` must be
-        a mapping of tensors. Calls raise for packed sequences, more positions than a sliding window, and dropout of
-        weights. They also raise for a cache that is not a `DynamicCache`, or a mask that is neither full nor causal
-        with padding.
+        ignore (biases of positions, bounded logits, sinks). Also if all layers slide, and `layers` names none. The
+        model then stays unchanged. An `example` must be a mapping of tensors. Calls raise for packed sequences, more
+        positions than the window of a named layer that slides, and dropout of weights. They also raise for a cache
+        that is not a `DynamicCache`, or a mask that is neither full nor causal with padding.
 
     Warns
     -----
@@ -180,7 +181,8 @@ def prune(
         selection = checked_selection(selection, causal=causal)
     register()
     there = discovered(PRUNED, model, named, example)
-    of_heads = _selections_of(selection, there, layers, heads)
+    chosen = whole_layers(model, there) if named is None else layers
+    of_heads = _selections_of(selection, there, chosen, heads)
     for number, head in of_heads:
         checked_selection(of_heads[number, head], causal=there[number].causal)
     parts = _parts_of(there, splits or [(0, of_heads)], measure)
@@ -188,6 +190,7 @@ def prune(
         warnings.warn(_ALIKE, RecallWarning, stacklevel=2)
     given = {"selection": _shown(selection), "layers": layers, "heads": heads, "measure": measure}
     report = PruneReport(type(model).__name__, given)
+    report._sliding = sorted(set(there).difference(chosen or there)) if named is None else []
     report._tallies.update({n: part.tally for n, part in parts.items()})
     report._changes = _changed(model, there, parts)
     return report

@@ -78,6 +78,7 @@ class PruneReport(HeadsTable):
         self.model = model
         self.options = options
         self._tallies: dict[int, Tally] = {}  # of each layer
+        self._sliding: list[int] = []  # layers that were left dense, as they slide
         self._changes = Changes()
 
     @property
@@ -189,6 +190,8 @@ class PruneReport(HeadsTable):
         calls, whole = (sum(getattr(tally, name) for tally in self._tallies.values()) for name in ("calls", "whole"))
         if whole:
             notes.append(f"{whole} of {calls} calls of layers read all keys: see Selection.start")
+        if self._sliding:
+            notes.append(f"layers {', '.join(map(str, self._sliding))} slide and are dense: see layers of prune")
         if any(row["slots"] is None for row in rows):
             called = any(row["calls"] for row in rows)
             notes.append(f"-: {_UNMEASURED[self.options['measure']] if called else 'the model was not called yet'}")
