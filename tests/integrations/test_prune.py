@@ -776,6 +776,15 @@ def test_the_budgets_of_a_loss_leave_layers_that_slide_dense() -> None:
     assert {layer for layer, _ in found} == {1}
 
 
+def test_an_inspection_leaves_out_windows_that_are_shorter_than_the_text() -> None:
+    model = base("Gemma3")
+    for length, layers in ((T, {1}), (4, {0, 1, 2})):
+        found = inspect_model(model, {"input_ids": tokens(length=length)})
+        assert {row["layer"] for row in found.table()} == layers
+    with pytest.raises(ValueError, match="Gemma3Attention 0 slides over 4 positions, and there are 20"):
+        inspect_model(model, {"input_ids": tokens()}, layers=[0])
+
+
 def test_a_model_whose_layers_all_slide_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"all layers of .* slide, over 4 positions, .* layers=range\(2\)"):
         prune(base("Mistral"), 6)

@@ -145,7 +145,7 @@ def inspect_model(
     epsilon : float in (0, 1], default 0.05
         The threshold.
     layers : iterable of int, optional
-        Numbers of the layers to inspect; all if None.
+        Numbers of the layers to inspect. If None, all layers without a window, or with one that holds the inputs.
 
     Returns
     -------

@@ -229,14 +229,21 @@ def _split_by(profile: Any, selection: Any, layers: Any) -> list[tuple[int, dict
 
 
 def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[int, list[Arrays]]:
-    """Return the `Arrays` of each call of layers, by their numbers, in a call of the model, which stays dense."""
+    """Return the `Arrays` of each call of layers, by their numbers, in a call of the model, which stays dense.
+
+    layers: if None, all whose window holds the inputs.
+    """
     check_model(model)
     register()
     numbers = whole_numbers("layers", layers)
     there = discovered(PRUNED, model, numbers)
+    if numbers is None:
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        length = 0 if tokens is None else tokens.shape[1]
+        numbers = [n for n, layer in there.items() if layer.sliding_window is None or length <= layer.sliding_window]
     parts = {
         n: LayerPruning(((0, _groups_of(n, there[n], {})),), seen=[])
-        for n in numbers_among("layers", numbers, list(there))
+        for n in numbers_among("layers", numbers or None, list(there))
     }
     changes = _changed(model, there, parts)
     try:
