@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from levattn._core.checks import whole_number
 from levattn._kernels.pruned.torch import attended_token
 from levattn._kernels.tensors import memory_of, tensor_of
-from levattn.attention.arguments import compiling, untraced
+from levattn.attention.arguments import untraced
 from levattn.attention.pruned import choice
 from levattn.integrations.transformers.calls import once_a_step, padding_and_kind
 from levattn.integrations.transformers.compression.slots import (
@@ -232,7 +232,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Append new keys and values, and return stand-ins for all of them."""
-        if compiling():
+        if torch.compiler.is_compiling():
             return untraced(self.update, key_states, value_states)  # type: ignore[no-any-return]
         rows, tail = key_states.shape[2], [key_states, value_states]
         if self.look is None:

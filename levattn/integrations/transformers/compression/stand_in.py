@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from levattn.attention.arguments import compiling, untraced
+from levattn.attention.arguments import untraced
 
 # Takes queries (B, H, T, d), a mask as transformers makes it, the scale of logits and their bound or None, and returns
 # the output (B, H, T, D); or None if the model's attention computes it
@@ -75,7 +75,7 @@ class _StandIn(torch.Tensor):  # type: ignore[misc]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if compiling():  # a graph would hold the shadows
+        if torch.compiler.is_compiling():  # a graph would hold the shadows
             return untraced(cls.__torch_function__, function, types, args, kwargs)
         read, kwargs = getattr(function, "__name__", "") == "__get__", kwargs or {}  # read: a property
         name = getattr(function.__self__ if read else function, "__name__", "")
