@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from levattn._core.threads import num_threads, parallel_for
+
 _LARGE = 512**3  # multiplications, beyond which more threads are worth it
 _Result = TypeVar("_Result")
 
@@ -93,6 +95,12 @@ def blas_limit(n: int) -> Iterator[None]:
         yield
     finally:
         _limits.remove(n)
+
+
+def side_by_side(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
+    """Do the same as `parallel_for` for calls that use BLAS: they share the threads."""
+    with nullcontext() if n <= 1 or threads == 1 else blas_limit(max(1, num_threads() // n)):
+        parallel_for(body, n, threads=threads)
 
 
 def lapack_threads(m: int, n: int) -> AbstractContextManager[None]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from levattn._core.arrays import to_float64, to_numpy
-from levattn._core.blas import blas_limit
-from levattn._core.threads import parallel_for
+from levattn._core.blas import side_by_side
 from levattn._core.types import Float64
 from levattn._kernels import BLOCK, GRAM, KEYS, Rows
 from levattn.functions import INSIDE, AttentionFunction, Softmax
@@ -120,8 +119,7 @@ def _lower(bounds: Float64, keys: Float64, terms: _Terms, epsilon: float) -> Non
         part = open_[i * step : (i + 1) * step]
         bounds[part] = np.minimum(bounds[part], _climb(terms, keys[part], epsilon))
 
-    with blas_limit(1):  # in each thread
-        parallel_for(body, -(-len(open_) // step))
+    side_by_side(body, -(-len(open_) // step))
 
 
 def _groups(keys: Float64, size: float, moved: float) -> _Terms:

@@ -16,7 +16,7 @@ import scipy.linalg  # noqa: F401 (which loads a library of its own)
 from threadpoolctl import ThreadpoolController
 
 import levattn
-from levattn._core.blas import blas_limit, lapack
+from levattn._core.blas import blas_limit, lapack, side_by_side
 from levattn.attention import box, fit_slots
 
 
@@ -129,3 +129,11 @@ def test_scores_take_one_thread_for_small_matrices(kind: str, monkeypatch: pytes
     K = rng.standard_normal((30, 90)) if few else rng.standard_normal((500, 5)) @ rng.standard_normal((5, 24))
     levattn.leverage_scores(K)
     assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(("allowed", "calls", "expected"), [(8, 2, 2), (3, 2, 1), (2, 5, 1), (1, 3, 1), (4, 1, 2)])
+def test_calls_side_by_side_share_the_threads(allowed: int, calls: int, expected: int) -> None:
+    seen: list[int] = []
+    with levattn.thread_limit(allowed):
+        side_by_side(lambda _: seen.append(max(counts())), calls)
+    assert seen == [expected] * calls

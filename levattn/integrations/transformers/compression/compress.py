@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
 from statistics import median
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from levattn._core.blas import blas_limit
+from levattn._core.blas import side_by_side
 from levattn._core.checks import whole_number
-from levattn._core.threads import parallel_for, reported
+from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.attention.pruned.baselines import baseline_of
 from levattn.exceptions import ResidualWarning
@@ -456,8 +456,7 @@ class _Keeper:
                     "number for one key at least"
                 )
 
-        with nullcontext() if batched else blas_limit(1):  # of each thread
-            parallel_for(keep, len(jobs), threads=1 if batched else None)
+        side_by_side(keep, len(jobs), threads=1 if batched else None)
         groups = []
         for heads in alike.values():
             parts = [slots.together([found[b, head] for head in heads]) for b in range(B)]
