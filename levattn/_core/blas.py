@@ -109,7 +109,7 @@ def lapack_threads(m: int, n: int) -> AbstractContextManager[None]:
 
 
 def lapack(function: Callable[..., _Result], A: Any, *others: Any, **options: Any) -> _Result:
-    """Call a function of LAPACK on matrices (..., m, n): on one thread if they are NumPy's and small."""
+    """Call a function of LAPACK or BLAS on matrices (..., m, n): on one thread if they are NumPy's and small."""
     if not isinstance(A, np.ndarray):
         return function(A, *others, **options)
     with lapack_threads(*A.shape[-2:]):

@@ -629,7 +629,7 @@ def normalizer_rounding(factor: Factor, item: int) -> float:
     few = np.count_nonzero(kept) < np.count_nonzero(np.any(B != 0, axis=1))
     C, spread = C[np.ix_(kept, kept)], 1.0
     if compensated and len(C):
-        spread = float(np.linalg.norm(np.abs(lapack(np.linalg.inv, C)) @ np.abs(C), 2))
+        spread = float(lapack(np.linalg.norm, np.abs(lapack(np.linalg.inv, C)) @ np.abs(C), 2))
     if few and len(C):  # the columns of B span the row space of the keys only up to rounding
         s = lapack(np.linalg.svd, _columns(factor, item, B)[0][:, kept], compute_uv=False)
         more = 64 * d if item in factor.hidden else 8.0  # hidden directions also add to a normalizer

@@ -132,7 +132,7 @@ def _begun(rows: Rows, target: float, quick: npt.NDArray[np.bool_]) -> dict[int,
             if not (B.diagonal() > 0).all():
                 continue
             H, R = moments_in_bases(rows, [item])([0], B[None], "double")[0], lapack(dtrtri, B)[0]
-            moments = R.T @ H @ R
+            moments = lapack(np.matmul, lapack(np.matmul, R.T, H), R)
             if moments.diagonal().min() >= low and moments.diagonal().max() <= high:
                 found[item] = B, H, moments
     return found

@@ -318,6 +318,6 @@ def _is_regular(A: Float64) -> bool:
     except np.linalg.LinAlgError:
         return False
     with np.errstate(over="ignore", invalid="ignore"):
-        distance = np.sum(np.abs(X @ A - np.eye(len(A))), axis=1)
+        distance = np.sum(np.abs(lapack(np.matmul, X, A) - np.eye(len(A))), axis=1)
         rounding = 4 * (len(A) + 4) * UNIT * (np.abs(X) @ np.sum(np.abs(A), axis=1))
         return bool(np.max(distance + rounding) < 0.5)
