@@ -60,7 +60,7 @@ def definite_solutions(A: Any, y: Any) -> Any:
     factor = getattr(xp.linalg, "cholesky_ex", None)  # torch's
     if factor is not None:
         return xp.cholesky_solve(y, factor(A)[0])
-    if not isinstance(A, np.ndarray):
+    if not isinstance(A, np.ndarray) or not y.size:
         return xp.linalg.solve(A, y)
     from scipy.linalg.lapack import dposv
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch, to_numpy
-from levattn._core.blas import side_by_side
+from levattn._core.blas import blas_limit
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
-from levattn._core.threads import num_threads, thread_limit
+from levattn._core.threads import num_threads, parallel_for, thread_limit
 from levattn._core.types import Float64, Int64, dtype_name
 from levattn.attention.arguments import (
     check_sizes,
@@ -378,7 +378,8 @@ def _fitted(call: PrunedCall, selection: Selection, factor: float, rounded: Any,
             heads = fitted_heads(rule, fit.of(some), unseen.of(some), arrays, largest, rounded, checks)
         found[i] = items[some], keys, heads
 
-    side_by_side(keep, len(starts), threads=threads)
+    with blas_limit(1) if isinstance(K, np.ndarray) else nullcontext():  # however many threads there are
+        parallel_for(keep, len(starts), threads=threads)
     return found
 
 

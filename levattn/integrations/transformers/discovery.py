@@ -125,7 +125,8 @@ def _tried(
         _call(model, inputs, changes)
     except Exception as error:
         changes.undo()
-        if _is_own(error) or not _runs(model, inputs):
+        known = {id(layer.module) for layer in reached}
+        if _is_own(error) or (entered and id(entered[-1][0]) in known) or not _runs(model, inputs):
             raise
         raise _unreached(model, entered[-1][0] if entered else model, "not every" if reached else "no") from error
     finally:
