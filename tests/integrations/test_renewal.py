@@ -213,10 +213,13 @@ def test_a_file_of_a_cache_that_renews_goes_on_as_the_cache(
     budget = {(1, 1): 0.5} if family == "Gemma3" else CUT
     cache = compress(model, {"input_ids": ids, "attention_mask": mask}, of_heads(budget, renew_every=5))
     asked = {"input_ids": question(0, batch), "attention_mask": torch.ones(batch, 3)}
-    asked["attention_mask"][0, 0] = 0
+    if family != "Gemma3":  # whose windows take no padding after tokens
+        asked["attention_mask"][0, 0] = 0
     for _ in range(turns):
         cache.ask(model, asked, **GREEDY)
     assert (cache.layers[1].length > CONTEXT) == (turns > batch - 1)  # a batch renews before the next question
+    if cut > cache.get_seq_length() - cache.layers[1].length:
+        pytest.skip("slots already hold what would be cut")
     cache.crop(-cut)
     cache.save(tmp_path / "cache")
     loaded = CompressedCache.load(tmp_path / "cache", model)

@@ -340,6 +340,8 @@ def _bits_of(selection: Any, bits: Any) -> int:
 def _width(model: Any) -> int:
     """Return the width of the keys of a decoder, as its config tells it."""
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_heterogeneous", False):  # the last layer does not slide where others do
+        config = config.per_layer_config[config.num_hidden_layers - 1]
     width = getattr(config, "head_dim", None)
     if width is None:
         width = getattr(config, "hidden_size", 64) // max(1, getattr(config, "num_attention_heads", None) or 1)
