@@ -458,7 +458,7 @@ def test_heads_in_one_batch_keep_what_they_keep_apart(
     given = {"input_ids": ids, "attention_mask": mask}
     apart = compress(model, given, selection, **options)
     monkeypatch.setattr(compression, "_in_batches", lambda _: True)
-    monkeypatch.setattr(compression, "parallel_for", _on_one_thread)
+    monkeypatch.setattr(compression, "side_by_side", _on_one_thread)
     together = compress(model, given, selection, **options)
     for one, other in zip(apart.layers, together.layers, strict=True):
         for first, second in zip(one.groups, other.groups, strict=True):
