@@ -1,7 +1,7 @@
 """Threads of BLAS and LAPACK, which NumPy and SciPy call: how many they may take.
 
 Each library of theirs keeps threads of its own, which wait in a busy loop. So do ours, and threads of ours may call
-them side by side. Matrices of some hundred columns then take up to a hundred times as long as on one thread.
+them side by side. Small matrices then take several times as long as on one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -135,14 +135,9 @@ def side_by_side(body: Callable[[int], None], n: int, *, threads: int | None = N
         parallel_for(body, n, threads=threads)
 
 
-def lapack_threads(m: int, n: int) -> AbstractContextManager[None]:
-    """Give LAPACK one thread in the block for small matrices (m, n)."""
-    return blas_limit(1) if m * n * min(m, n) <= _LARGE else nullcontext()
-
-
 def lapack(function: Callable[..., _Result], A: Any, *others: Any, **options: Any) -> _Result:
     """Call a function of LAPACK or BLAS on matrices (..., m, n): on one thread if they are NumPy's and small."""
-    if not isinstance(A, np.ndarray):
-        return function(A, *others, **options)
-    with lapack_threads(*A.shape[-2:]):
+    m, n = A.shape[-2:]
+    small = isinstance(A, np.ndarray) and m * n * min(m, n) <= _LARGE
+    with blas_limit(1) if small else nullcontext():
         return function(A, *others, **options)
