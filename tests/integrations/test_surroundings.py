@@ -313,18 +313,18 @@ def test_autocast_answers_as_a_dense_cache(implementation: str, family: str, dty
     answers(model, dense, [tokens(1)], None if reads == "outside" else dtype)
     expected = answers(model, dense, steps, dtype)
     cut = {(1, 1): 0.5}
+    # Rounding may send a token to another summary at a renewal, so only cuts without summaries are renewed.
+    less = (of_heads(cut), of_heads(cut, renew_every=4, summaries=0.0))
+    chunk = 7 if "chunks" in reads else None
     with torch.autocast("cpu", dtype, enabled=reads != "outside"):
-        chunk = 7 if "chunks" in reads else None
-        found, less = (
-            compress(model, tokens(1), few, chunk=chunk)
-            for few in (Selection(1.0, renew_every=4), of_heads(cut, renew_every=4))
-        )
+        found, *cuts = (compress(model, tokens(1), few, chunk=chunk) for few in (Selection(1.0, renew_every=4), *less))
     for a, b in zip(answers(model, found, steps, dtype), expected, strict=True):
         assert a.dtype == b.dtype
         assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
-    plain = answers(model, compress(model, tokens(1), of_heads(cut, renew_every=4), chunk=chunk), steps, None)
-    for a, b in zip(answers(model, less, steps, dtype), plain, strict=True):
-        assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
+    for few, cache in zip(less, cuts, strict=True):
+        plain = answers(model, compress(model, tokens(1), few, chunk=chunk), steps, None)
+        for a, b in zip(answers(model, cache, steps, dtype), plain, strict=True):
+            assert float((a - b).abs().max()) < 0.05 * float(b.abs().max())
 
 
 def test_autocast_leaves_float64_as_it_is() -> None:
