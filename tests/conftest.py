@@ -130,8 +130,10 @@ def float64_of_jax() -> Iterator[None]:
 
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+    try:
+        yield
+    finally:  # also after a test that fails or is skipped
+        jax.config.update("jax_enable_x64", before)
 
 
 @pytest.hookimpl(wrapper=True)
