@@ -146,7 +146,7 @@ def _of_latte(kind: Any) -> list[Callable[[], Any]]:
         lambda: attention.latte(X, X, X, causal=True),
         lambda: attention.latte(x, x, x, causal=True, state=states.SoftmaxState(64, 64, (1,)), return_state=True),
         lambda: attention.macchiato(X, X, X, (X, X, X[..., 0]), 64),
-        *_with_gradients(
+        *_by_torch(
             lambda: _followed(attention.latte, X, X, X),
             lambda: _followed(attention.latte, X, X, X, causal=True),
             lambda: _followed(attention.rg_lru, X, X, X, X[0, 0]),
@@ -161,7 +161,7 @@ def _of_tssa(kind: Any) -> list[Callable[[], Any]]:
         lambda: attention.tssa(X),
         lambda: attention.tssa(X, causal=True),
         lambda: attention.tssa(x, causal=True, state=_tokens_of(x), return_state=True),
-        *_with_gradients(lambda: _followed(attention.tssa, X), lambda: _followed(attention.tssa, X, causal=False)),
+        *_by_torch(lambda: _followed(attention.tssa, X), lambda: _followed(attention.tssa, X, causal=False)),
     ]
 
 
@@ -170,7 +170,7 @@ def _of_pruned(kind: Any) -> list[Callable[[], Any]]:
     return [
         lambda: attention.pruned_attention(X, X, X, few),
         lambda: attention.causal_pruned_attention(X, X, X, few, return_state=True),
-        *_with_gradients(lambda: _followed(partial(attention.pruned_attention, selection=few), X, X, X)),
+        *_by_torch(lambda: _followed(partial(attention.pruned_attention, selection=few), X, X, X), lambda: _token(X)),
     ]
 
 
@@ -186,7 +186,7 @@ USES: dict[str, Callable[[Any], list[Callable[[], Any]]]] = {
 }
 
 
-def _with_gradients(*work: Callable[[], Any]) -> tuple[Callable[[], Any], ...]:
+def _by_torch(*work: Callable[[], Any]) -> tuple[Callable[[], Any], ...]:
     """Return calls that need torch, or nothing without it."""
     return work if find_spec("torch") is not None else ()
 
@@ -197,6 +197,17 @@ def _followed(operator: Callable[..., Any], *arrays: Any, **options: Any) -> Any
 
     leaves = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
     return torch.autograd.grad(operator(*leaves, **options).sum(), leaves)[0]
+
+
+def _token(X: Any) -> Any:
+    """Attend one token to slots, as a compressed cache does."""
+    import torch
+
+    from levattn._kernels.pruned.torch import attended_token, held_slots
+
+    K = torch.from_numpy(X.astype(np.float32))[:, None]
+    slots = held_slots([(K, K, None, (0,))], torch.float32)
+    return None if slots is None else attended_token(K[:, :, -1:], slots, (K, K, None), 1.0, None)
 
 
 def _tokens_of(x: Any) -> Any:

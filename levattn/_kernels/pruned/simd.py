@@ -77,6 +77,89 @@ def square_tile(v, like, rows, vectors, x, other, step, n, to, to_step):
         store(b, result, place, v.size)
 
 
+@vector_code(literals="rows keys")
+def product_tile(v, like, rows, keys, q_at, q_step, x_at, x_step, vectors, to_at, to_step):
+    """Write the products of `rows` rows with 1 or 4 keys, whole vectors, side by side."""
+    b, step = v.b, integer(v.size * v.count)
+
+    def add(at: Value, *held: Value) -> list[Value]:
+        x = [v.load(b.add(x_at, b.mul(x_step, integer(j))), at) for j in range(keys)]
+        sums = []
+        for i in range(rows):
+            q = v.load(b.add(q_at, b.mul(q_step, integer(i))), at)
+            sums += [fma(b, q, x[j], held[i * keys + j]) for j in range(keys)]
+        return [b.add(at, step), *sums]
+
+    _, *sums = repeated(b, vectors, (integer(0), *[v.constant(0.0)] * (rows * keys)), add)
+    for i in range(rows):
+        total = _sum_lanes(b, sums[i * keys : (i + 1) * keys])
+        store(b, total, v.pointer(b.add(to_at, b.mul(to_step, integer(i)))), v.size)
+
+
+def _sum_lanes(b: Value, vectors: list[Value]) -> Value:
+    """Return a vector with the sum of the lanes of each of some vectors, a power of two of them."""
+    count, parts = len(vectors), 1
+
+    def halved(pair: list[Value]) -> Value:
+        lanes, half = pair[0].type.count, pair[0].type.count // parts // 2
+        sides = []
+        for side in range(2):
+            each = [
+                i * lanes + part * 2 * half + side * half + k
+                for i in range(len(pair))
+                for part in range(parts)
+                for k in range(half)
+            ]
+            kind = ir.VectorType(ir.IntType(32), len(each))
+            sides.append(b.shuffle_vector(pair[0], pair[-1], ir.Constant(kind, each)))
+        return b.fadd(*sides)
+
+    while len(vectors) > 1:
+        vectors = [halved(vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+        parts *= 2
+    (found,) = vectors
+    while found.type.count > count:
+        found = halved([found])
+    return found
+
+
+@vector_code(literals="rows vectors")
+def value_tile(v, like, rows, vectors, p_at, p_step, x_at, x_step, n, to_at, to_step):
+    """Add ``Σ_k p[i, k] x[k]`` to ``to[i]`` for `rows` rows i and n rows x, of which so many vectors are read."""
+    b = v.b
+    targets = [place for i in range(rows) for place in v.row(b.add(to_at, b.mul(to_step, integer(i))), vectors)]
+
+    def add(p: Value, x: Value, *held: Value) -> list[Value]:
+        values, sums = v.loaded(x, vectors), []
+        for i in range(rows):
+            factor = v.number(b.add(p, b.mul(p_step, integer(i))))
+            sums += [fma(b, factor, values[j], held[i * vectors + j]) for j in range(vectors)]
+        return [b.add(p, integer(v.size)), b.add(x, x_step), *sums]
+
+    begin = [v.load(b.ptrtoint(place, I64)) for place in targets]
+    _, _, *results = repeated(b, n, (p_at, x_at, *begin), add)
+    for place, result in zip(targets, results, strict=True):
+        store(b, result, place, v.size)
+
+
+@vector_code(numbers="bound")
+def bounded(v, like, x, bound, vectors):
+    """Replace the numbers x of a row by ``c tanh(x / c)``, where c is the bound."""
+    b, c = v.b, v.splat(bound)
+    with v.each(vectors) as at:
+        y = b.fdiv(v.load(x, at), c)
+        for most, order in ((20.0, ">"), (-20.0, "<")):  # where tanh is 1, and NaN stays
+            y = b.select(b.fcmp_ordered(order, y, v.constant(most)), v.constant(most), y)
+        power = exponential(b, b.fadd(y, y))
+        large = b.fsub(v.constant(1.0), b.fdiv(v.constant(2.0), b.fadd(power, v.constant(1.0))))
+        square, small = b.fmul(y, y), v.constant(62 / 2835)
+        for term in (-17 / 315, 2 / 15, -1 / 3, 1.0):  # a series, where the difference would lose digits
+            small = fma(b, small, square, v.constant(term))
+        near = b.fcmp_ordered("<", square, v.constant(0.0625))
+        tanh = b.select(near, b.fmul(y, small), large)
+        v.store(b.fmul(c, tanh), x, at)
+
+
 @vector_code()
 def add_columns(v, like, x, step, n, vectors, to):
     """Add the sum of n rows x, `step` bytes apart, to the numbers `to`."""

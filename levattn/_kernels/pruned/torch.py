@@ -21,6 +21,7 @@ from levattn._kernels.pruned import (
     PrunedGradients,
     RenewalArguments,
     Summaries,
+    cpu_decode,
     cuda,
     cuda_decode,
     cuda_renewal,
@@ -28,6 +29,7 @@ from levattn._kernels.pruned import (
     differentiable,
     mapped,
 )
+from levattn._kernels.pruned.cpu_decode import HeldRows
 from levattn._kernels.pruned.cuda_decode import Codes, HeldSlots
 from levattn._kernels.pruned.definition import from_rows
 from levattn._kernels.pruned.fused import ENTRIES, is_fused, mixed_by_fused, widened
@@ -263,11 +265,13 @@ def at_once(q: Any, power: float | None, numbers: int, logits: int) -> int:
     return ENTRIES // max(1, numbers + (logits if q.dtype == torch.float64 else 0))  # others have a fused kernel
 
 
-def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any) -> tuple[HeldSlots, ...] | None:
+def held_slots(
+    slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any
+) -> tuple[HeldSlots, ...] | HeldRows | None:
     """Return the slots of groups of heads as `attended_token` takes them, or None where its kernels do not read them.
 
     `slots`: for each group keys, values, log-weights or None, and the heads' numbers. Together the groups have all
-    heads. Keys and values have the dtype `kind`, or are `Codes` of such rows.
+    heads. Keys and values have the dtype `kind`, or are `Codes` of such rows, in main memory with columns in float32.
     """
     numbers = [x for group in slots for x in group[:2] if not isinstance(x, Codes)]
     codes = [x for group in slots for rows in group[:2] if isinstance(rows, Codes) for x in rows.arrays]
@@ -279,6 +283,9 @@ def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any
         return None
     if any(x.device != every[0].device or x.requires_grad for x in every):
         return None
+    if every[0].is_cpu:
+        plain = in_plain_memory(tuple(every)) and all(x.is_contiguous() for x in codes)
+        return HeldRows(slots) if plain else None
     if not are_plain_on_device((*numbers, *weights)):
         return None
     if not _are_read_as_codes(codes):
@@ -287,29 +294,57 @@ def held_slots(slots: Sequence[tuple[Any, Any, Any, tuple[int, ...]]], kind: Any
     return None if None in held else cast(tuple[HeldSlots, ...], tuple(held))
 
 
-@where_arrays_are
 def attended_token(
-    q: Any, slots: tuple[HeldSlots, ...], near: tuple[Any, Any, Any], scale: float, softcap: float | None
+    q: Any, slots: tuple[HeldSlots, ...] | HeldRows, near: tuple[Any, Any, Any], scale: float, softcap: float | None
 ) -> Any:
-    """Return the softmax attention (B, H, 1, D) of a token by kernels of a device, or None where they do not run.
+    """Return the softmax attention (B, H, 1, D) of a token by kernels, or None where they do not run.
 
     `q`: (B, H, 1, d). `slots`: the result of `held_slots` for the dtype of `q`. `near`: keys, values and `present` of
-    the later tokens; see `cuda_decode.attend_token`. Nothing is copied, and nothing waits.
+    the later tokens; see `cuda_decode.attend_token`. Nothing is copied, and nothing waits for a device.
     """
+    if isinstance(slots, HeldRows):
+        return _attended_in_memory(q, slots, near, scale, softcap)
+    return _attended_on_device(q, slots, near, scale, softcap)
+
+
+def _attended_in_memory(
+    q: Any, slots: HeldRows, near: tuple[Any, Any, Any], scale: float, softcap: float | None
+) -> Any:
+    kind, given = q.dtype, (q, *near[:2])
+    if not in_plain_memory((*given, near[2])) or any(x.dtype != kind or x.stride(-1) != 1 for x in given):
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return None
+    if not _fit(near, len(q), q.device) or slots.sequences != len(q):
+        return None
+    if near[2] is not None:
+        near = *near[:2], near[2].expand(len(q), -1)  # of one sequence, for all
+    found = cpu_decode.attend_token(q, slots, near, scale, softcap)
+    return torch.from_numpy(found)[:, :, None].to(kind)
+
+
+def _fit(near: tuple[Any, Any, Any], B: int, device: Any) -> bool:
+    """Tell whether later tokens are of so many sequences, on a device, and `present` tells of them or of one."""
+    keys, values, present = near
+    if any(len(x) != B or x.device != device for x in (keys, values)):
+        return False
+    if present is None:
+        return True
+    return bool(present.dtype == torch.bool and present.device == device and present.shape[1] == keys.shape[2])
+
+
+@where_arrays_are
+def _attended_on_device(
+    q: Any, slots: tuple[HeldSlots, ...], near: tuple[Any, Any, Any], scale: float, softcap: float | None
+) -> Any:
     kind, device, numbers = q.dtype, q.device, (q, *near[:2])
     if not are_plain_on_device(numbers) or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
         return None
     B = len(q)
-    if any(len(x) != B or x.device != device for x in near[:2]):
+    if not _fit(near, B, device) or any(group.shape[0] != B or group.device != device for group in slots):
         return None
-    if any(group.shape[0] != B or group.device != device for group in slots):
-        return None
-    present = near[2]
-    if present is not None:
-        if present.dtype != torch.bool or present.device != device or present.shape[1:] != near[0].shape[2:3]:
-            return None
-        if len(present) != B:
-            near = *near[:2], present.expand(B, -1)  # of one sequence, for all
+    if near[2] is not None and len(near[2]) != B:
+        near = *near[:2], near[2].expand(B, -1)  # of one sequence, for all
     if torch.cuda.is_current_stream_capturing():
         return None
     Y, empty = q.new_empty((*q.shape[:3], near[1].shape[3])), partial(q.new_empty, dtype=torch.float32)

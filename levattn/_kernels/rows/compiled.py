@@ -41,8 +41,8 @@ DIGEST = 19  # the address of what to digest of the rows, see `digest`
 
 TOGETHER = 4  # lines that are digested at a time, which share the loads of their keys
 
-_FORMATS = ("float64", "float32", "float16", "bfloat16")
-_ZEROS = len(_FORMATS)  # the format as which a masked row is read
+FORMATS = ("float64", "float32", "float16", "bfloat16")
+_ZEROS = len(FORMATS)  # the format as which a masked row is read
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _APART = 4  # numbers that are read at a time where they are not contiguous
@@ -69,7 +69,7 @@ def view_of(rows: Rows, kind: npt.DTypeLike | None = None) -> Any:
         and row_step % size == 0
         and d * size % VECTOR_BYTES == 0
     )
-    view = [address_of(keys), item_step, row_step, column_step, d, _FORMATS.index(format), direct]
+    view = [address_of(keys), item_step, row_step, column_step, d, FORMATS.index(format), direct]
     for array in operands:
         view += [0, 0, 0] if array is None else [address_of(array), *array.strides[:2]]
     return np.array([*view, 0], np.int64)
@@ -96,9 +96,9 @@ def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
         return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
     single = ir.FloatType()
-    if _FORMATS[format] == "bfloat16":
+    if FORMATS[format] == "bfloat16":
         stored = b.bitcast(b.shl(b.zext(stored, alike(_I32)), number(16)), alike(single))
-    elif _FORMATS[format] == "float16":
+    elif FORMATS[format] == "float16":
         word = b.zext(stored, alike(_I32))
         magnitude = b.shl(b.and_(word, number(0x7FFF)), number(13))
         # a product moves the bias of the exponent, of subnormal numbers too, but not of infinity and NaN
@@ -113,7 +113,7 @@ def _widened(b: Any, stored: Any, format: int, kind: Any) -> Any:
 
 
 @primitive
-def _read_row(typing, like, format, source, step, n, target):
+def read_row(typing, like, format, source, step, n, target):
     """Write `n` stored numbers, the first at `source` and `step` bytes apart, to `target`, numbers like `like`."""
     signature = types.void(like, *([types.int64] * 5))
 
@@ -136,7 +136,7 @@ def _read_row(typing, like, format, source, step, n, target):
                 value = b.load(pointer(b, b.add(source, b.mul(i, step)), stored))
                 b.store(_widened(b, value, number, kind), b.gep(to, [i]))
 
-            b.position_at_end(begin := b.append_basic_block(_FORMATS[number]))
+            b.position_at_end(begin := b.append_basic_block(FORMATS[number]))
             choice.add_case(integer(number), begin)
             with b.if_else(b.icmp_signed("==", step, integer(size))) as (side_by_side, apart):
                 with side_by_side, rolled(b, integer(0), whole, count) as i:
@@ -191,7 +191,7 @@ def load_rows(view, item, start, stop, X):
         format = view[FORMAT]
         if view[MASK] and not as_pointer(entry_address(view, MASK, item, r), np.uint8(0))[0]:
             format = _ZEROS
-        _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, at)
+        read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, at)
         if format == _ZEROS:
             continue
         if view[SCALE]:
@@ -211,7 +211,7 @@ def load_rests(view, item, start, stop, X):
         format = view[FORMAT]
         if view[MASK] and not as_pointer(entry_address(view, MASK, item, r), np.uint8(0))[0]:
             format = _ZEROS
-        _read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, address(row))
+        read_row(X, format, entry_address(view, ADDRESS, item, r), view[COLUMN_STEP], d, address(row))
         if format == _ZEROS:
             continue
         if view[SCALE]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from levattn._kernels.codes import open_rows
@@ -91,6 +92,14 @@ class Coded:
         """The arrays as kernels take them."""
         return Codes(self.codes, self.lows, self.steps, self.sizes, self.means, self.width, self.bits)
 
+    @property
+    def scaled(self) -> Codes:
+        """The arrays as kernels of main memory take them: with divisors and means of columns in float32."""
+        if self.sizes is None:
+            return self.stored
+        b, m = _scales(self.sizes, self.means, torch.float32)
+        return self.stored._replace(sizes=b, means=m)
+
     def opened(self, dtype: Any = None) -> Any:
         """Return the rows, in their dtype or another one."""
         kind = torch.promote_types(self.dtype, torch.float32)
@@ -98,14 +107,14 @@ class Coded:
             found = opened_codes(self.stored, self.dtype)
             if found is not None:
                 return found
-        b, m = self._of_columns(kind)
-        lows, steps = self.lows.to(kind), self.steps.to(kind)
-        if kind == torch.float32 and in_plain_memory((self.codes, lows, b)):
+        if kind == torch.float32 and in_plain_memory(tuple(self.stored.arrays)):
             X = torch.empty(self.shape, dtype=kind, device=self.device)
-            heads = [array.flatten(0, -3).contiguous() for array in (self.codes, lows, steps, b, m)]
-            for z, low, step, of_b, of_m, rows in zip(*map(memory_of, (*heads, X.flatten(0, -3))), strict=True):
-                open_rows(z, low, step, of_b[0], of_m[0], self.bits, rows)
+            rows = [x if x is None else x.flatten(0, -3).contiguous() for x in (*self.scaled[:5], X)]
+            read = [np.empty((len(X), 0), np.float32) if x is None else memory_of(_as_words(x)) for x in rows]
+            open_rows(*read[:5], self.bits, read[5])
         else:
+            b, m = self._of_columns(kind)
+            lows, steps = self.lows.to(kind), self.steps.to(kind)
             codes = self.codes
             if self.bits == 4:
                 codes = torch.cat([codes & 15, codes >> 4], -1)
@@ -123,6 +132,11 @@ class Coded:
             shape = (*self.codes.shape[:-2], 1, self.width)
             return self.lows.new_ones(shape, dtype=dtype), self.lows.new_zeros(shape, dtype=dtype)
         return _scales(self.sizes, self.means, dtype)
+
+
+def _as_words(X: Any) -> Any:
+    """Return numbers of 16 bits as words, for which NumPy has a type."""
+    return X.view(torch.int16) if X.dtype == _SCALES else X
 
 
 def wide(rows: Any) -> Any:

@@ -223,7 +223,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.fresh = 0  # positions of the chunk that is being read
         self.renewal: Renewal | None = None
         self.is_initialized = True
-        self._held: Any = None  # groups, a dtype, and these slots as kernels of a device read them
+        self._held: Any = None  # groups, a dtype, and these slots as kernels read them, or None
 
     @property
     def length(self) -> int:
@@ -286,11 +286,10 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         return attended(q, tuple(group.opened(kind) for group in self.groups), tail, after, scale, softcap)
 
     def _held_by_kernels(self, dtype: Any) -> Any:
-        """Return the slots as the kernels of a device read them for each token, or None if they do not now."""
+        """Return the slots as kernels read them for each token, or None if they do not."""
         if self._held is None or self._held[0] is not self.groups or self._held[1] != dtype:
-            found = held_by_kernels(self.groups, dtype)
-            self._held = None if found is None else (self.groups, dtype, found)
-        return None if self._held is None else self._held[2]
+            self._held = self.groups, dtype, held_by_kernels(self.groups, dtype)
+        return self._held[2]
 
     def _padding_after(self, layer: str, mask: Any, rows: int, length: int) -> Any:
         """Return which of the positions after the slots are no padding, (B, length) bool, or None for all."""

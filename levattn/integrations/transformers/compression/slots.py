@@ -16,7 +16,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
-from levattn._kernels.pruned.cuda_decode import HeldSlots
 from levattn._kernels.pruned.fused import SCALES, attended_slots
 from levattn._kernels.pruned.torch import attended_token, held_slots
 from levattn._kernels.tensors import memory_of, tensor_of
@@ -411,21 +410,22 @@ def attended(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def held_by_kernels(groups: tuple[HeadSlots, ...], dtype: Any) -> tuple[HeldSlots, ...] | None:
-    """Return slots as the kernels of a device for a token of this dtype read them, or None if they do not."""
-    if not _on_device(groups[0].keys):
-        return None
-    parts = [(*(_as_stored(rows, dtype) for rows in (group.keys, group.values)), group) for group in groups]
+def held_by_kernels(groups: tuple[HeadSlots, ...], dtype: Any) -> Any:
+    """Return slots as the kernels for a token of this dtype read them, or None if they do not."""
+    there = _on_device(groups[0].keys)
+    parts = [(*(_as_stored(rows, dtype, there) for rows in (group.keys, group.values)), group) for group in groups]
     if any(part is None for keys, values, _ in parts for part in (keys, values)):
         return None
     return held_slots([(keys, values, group.log_weight, group.heads) for keys, values, group in parts], dtype)
 
 
-def _as_stored(rows: Any, dtype: Any) -> Any:
+def _as_stored(rows: Any, dtype: Any, there: bool) -> Any:
     """Return numbers as they are and codes as kernels take them, or None for rows of another dtype."""
     if rows.dtype != dtype:
         return None
-    return rows.stored if isinstance(rows, Coded) else rows
+    if not isinstance(rows, Coded):
+        return rows
+    return rows.stored if there else rows.scaled
 
 
 def _on_device(q: Any) -> bool:

@@ -1,0 +1,248 @@
+"""Compiled attention of one token to slots, their codes, and the tokens after them, wherever they lie.
+
+Keys are read in chunks, each with a softmax of its own, and then the chunks are joined. Rows of 16 bits and codes are
+opened block by block, in float32, in which all is computed. Names that end in _at are addresses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from levattn._kernels.codes import open_row
+from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper, jit
+from levattn._kernels.llvm import address, as_pointer, smaller
+from levattn._kernels.pruned.simd import bounded, exponentials, product_tile, raised, value_tile
+from levattn._kernels.rows.compiled import FORMATS, read_row
+from levattn._kernels.scratch import empty, fill, zeros
+
+CHUNK = 256  # keys of a task
+TOGETHER = 4  # rows of a tile
+_BLOCK = 32  # keys that are opened at a time
+_SINGLE = FORMATS.index("float32")
+CODES = len(FORMATS)  # the format of codes
+
+# The places in the description of rows; a step is in bytes, from one sequence, head or row to the next
+FORMAT, AT, OF_SEQUENCE, OF_HEAD, OF_ROW, COLUMNS = range(6)
+BITS, WIDTH, LOWS, STEPS, BLOCKS, DIVISORS, MEANS = range(6, 13)
+ROWS = 13  # the length of a description
+# Those in the description of slots, after their keys and values
+(
+    WEIGHTS, WEIGHTS_OF_SEQUENCE, WEIGHTS_OF_HEAD, SEQUENCES, HEADS, SLOTS, FIRST_HEAD, FIRST_TASK,
+) = range(2 * ROWS, 2 * ROWS + 8)  # fmt: skip
+# Those in the description of a call, after later keys and values
+(
+    QUERIES, QUERY_FORMAT, QUERIES_OF_SEQUENCE, QUERIES_OF_HEAD, SHARING, LATER,
+    PRESENT, PRESENT_OF_SEQUENCE, PRESENT_OF_ROW,
+) = range(2 * ROWS, 2 * ROWS + 9)  # fmt: skip
+LANES = VECTOR_BYTES // 4  # numbers of a vector
+
+
+@helper
+def _whole(n):
+    """Return n numbers of float32, in whole vectors."""
+    return (n + LANES - 1) // LANES * LANES
+
+
+@helper
+def _products(like, rows, q_at, q_step, x_at, x_step, n, vectors, to_at, to_step):
+    """Write the products of rows with n keys; `rows`: 1, 2, or a multiple of 4."""
+    for i in range(0, rows, TOGETHER):
+        q, to, j = q_at + i * q_step, to_at + i * to_step, 0
+        while j < n:
+            x, out, four = x_at + j * x_step, to + 4 * j, j + 4 <= n
+            if rows == 1:
+                if four:
+                    product_tile(like, 1, 4, q, q_step, x, x_step, vectors, out, to_step)
+                else:
+                    product_tile(like, 1, 1, q, q_step, x, x_step, vectors, out, to_step)
+            elif rows == 2:
+                if four:
+                    product_tile(like, 2, 4, q, q_step, x, x_step, vectors, out, to_step)
+                else:
+                    product_tile(like, 2, 1, q, q_step, x, x_step, vectors, out, to_step)
+            elif four:
+                product_tile(like, 4, 4, q, q_step, x, x_step, vectors, out, to_step)
+            else:
+                product_tile(like, 4, 1, q, q_step, x, x_step, vectors, out, to_step)
+            j += 4 if four else 1
+
+
+@helper
+def _add_values(like, rows, p_at, p_step, x_at, x_step, n, vectors, to_at, to_step):
+    """Add the products of weights with n rows of values; `rows`: 1, 2, or a multiple of 4."""
+    for i in range(0, rows, TOGETHER):
+        p, column = p_at + i * p_step, 0
+        while column < vectors:
+            x, to = x_at + column * VECTOR_BYTES, to_at + i * to_step + column * VECTOR_BYTES
+            many = column + STATE_VECTORS <= vectors
+            if rows == 1:
+                if many:
+                    value_tile(like, 1, STATE_VECTORS, p, p_step, x, x_step, n, to, to_step)
+                else:
+                    value_tile(like, 1, 1, p, p_step, x, x_step, n, to, to_step)
+            elif rows == 2:
+                if many:
+                    value_tile(like, 2, STATE_VECTORS, p, p_step, x, x_step, n, to, to_step)
+                else:
+                    value_tile(like, 2, 1, p, p_step, x, x_step, n, to, to_step)
+            elif many:
+                value_tile(like, 4, STATE_VECTORS, p, p_step, x, x_step, n, to, to_step)
+            else:
+                value_tile(like, 4, 1, p, p_step, x, x_step, n, to, to_step)
+            column += STATE_VECTORS if many else 1
+
+
+@helper
+def _rows_at(like, part, item, sequence, head, low, n, room):
+    """Return the address of n rows in float32 and the step between them: in place, or opened in `room`.
+
+    `part`: the description of rows. `item`: the number of the head among all of its group's sequences.
+    """
+    format, columns = part[FORMAT], part[COLUMNS]
+    if format == CODES:
+        rows, at, step = part[OF_HEAD], address(room), 4 * room.shape[1]
+        size, divisors = 2 * part[BLOCKS], part[DIVISORS]
+        means = part[MEANS]
+        if divisors:
+            divisors, means = divisors + 4 * columns * item, means + 4 * columns * item
+        for i in range(n):
+            row = item * rows + low + i
+            codes = part[AT] + part[WIDTH] * row
+            lows, steps = part[LOWS] + size * row, part[STEPS] + size * row
+            open_row(
+                like,
+                part[BITS],
+                codes,
+                part[WIDTH],
+                lows,
+                steps,
+                part[BLOCKS],
+                columns,
+                divisors,
+                means,
+                at + step * i,
+            )
+        return at, step
+    source = part[AT] + sequence * part[OF_SEQUENCE] + head * part[OF_HEAD] + low * part[OF_ROW]
+    if format == _SINGLE and columns * 4 % VECTOR_BYTES == 0:
+        return source, part[OF_ROW]
+    size = 4 if format == _SINGLE else 2
+    for i in range(n):
+        read_row(like, format, source + i * part[OF_ROW], size, columns, address(room) + 4 * room.shape[1] * i)
+    return address(room), 4 * room.shape[1]
+
+
+@helper
+def _chunks(n):
+    return (n + CHUNK - 1) // CHUNK
+
+
+@helper
+def _rows_of(sharing):
+    """Return the rows of tiles for so many query heads that share keys."""
+    return sharing if sharing <= 2 else (sharing + TOGETHER - 1) // TOGETHER * TOGETHER
+
+
+@helper
+def _biases(call, group, slots, item, sequence, low, n, bias):
+    """Write what is added to the logits of n slots or later tokens: log-weights, and −inf for padding."""
+    count = _whole(n)
+    fill(bias, address(bias), n, 0.0)
+    fill(bias, address(bias) + 4 * n, count - n, -np.inf)
+    if slots and group[WEIGHTS]:
+        head = item - sequence * group[HEADS]
+        at = group[WEIGHTS] + sequence * group[WEIGHTS_OF_SEQUENCE] + head * group[WEIGHTS_OF_HEAD] + 4 * low
+        weights = as_pointer(at, bias)
+        for i in range(n):
+            bias[i] = weights[i]
+    elif not slots and call[PRESENT]:
+        at = call[PRESENT] + sequence * call[PRESENT_OF_SEQUENCE] + low * call[PRESENT_OF_ROW]
+        present = as_pointer(at, np.uint8(0))
+        for i in range(n):
+            own = low + i == call[LATER] - 1  # the token itself always counts
+            bias[i] = 0.0 if present[i * call[PRESENT_OF_ROW]] or own else -np.inf
+
+
+@jit
+def token_tasks(parts, groups, call, heads, scale, bound, first, last):
+    """Attend to chunks of slots or of later tokens: write the largest logit, the sum and the values to `parts`.
+
+    `parts`: (tasks, rows, 2 + columns of values in whole vectors) float32. `groups`: the descriptions of groups. `heads`: the
+    numbers of their heads. `bound`: of logits, or 0.
+    """
+    sharing, wide = call[SHARING], parts.shape[2] - 2
+    rows, deep = _rows_of(sharing), _whole(call[COLUMNS])
+    # zeros behind the columns of keys stay
+    keys, values, q = zeros(parts, (_BLOCK, deep)), zeros(parts, (_BLOCK, wide)), zeros(parts, (rows, deep))
+    logits, bias, sums = empty(parts, (rows, CHUNK)), empty(parts, (CHUNK,)), empty(parts, (rows, wide))
+    k = 0
+    for task in range(first, last):
+        while k + 1 < len(groups) and task >= groups[k + 1, FIRST_TASK]:
+            k += 1
+        group = groups[k]
+        far = _chunks(group[SLOTS])
+        item, chunk = divmod(task - group[FIRST_TASK], far + _chunks(call[LATER]))
+        slots = chunk < far
+        sequence, place = divmod(item, group[HEADS])
+        own = heads[group[FIRST_HEAD] + place]  # the number of the head in the model
+        part, head, low = (group, place, chunk * CHUNK) if slots else (call, own, (chunk - far) * CHUNK)
+        n = smaller(CHUNK, (group[SLOTS] if slots else call[LATER]) - low)
+        for i in range(sharing):
+            at = call[QUERIES] + sequence * call[QUERIES_OF_SEQUENCE] + (own * sharing + i) * call[QUERIES_OF_HEAD]
+            size = 4 if call[QUERY_FORMAT] == _SINGLE else 2
+            read_row(parts, call[QUERY_FORMAT], at, size, call[COLUMNS], address(q) + 4 * deep * i)
+            for c in range(deep):
+                q[i, c] *= scale
+        for i in range(0, n, _BLOCK):
+            here = smaller(_BLOCK, n - i)
+            x, step = _rows_at(parts, part[:ROWS], item, sequence, head, low + i, here, keys)
+            to = address(logits) + 4 * i
+            _products(parts, rows, address(q), 4 * deep, x, step, here, deep // LANES, to, 4 * CHUNK)
+        _biases(call, group, slots, item, sequence, low, n, bias)
+        count = _whole(n) // LANES
+        for i in range(sharing):
+            row = address(logits) + 4 * CHUNK * i
+            fill(parts, row + 4 * n, _whole(n) - n, 0.0)
+            if bound > 0:
+                bounded(parts, row, bound, count)
+            top = raised(parts, row, address(bias), count)
+            parts[task, i, 0] = top
+            parts[task, i, 1] = exponentials(parts, row, parts.dtype.type(0) if top == -np.inf else top, count)
+        for i in range(rows):
+            fill(parts, address(sums) + 4 * wide * i, wide, 0.0)
+        for i in range(0, n, _BLOCK):
+            here = smaller(_BLOCK, n - i)
+            x, step = _rows_at(parts, part[ROWS : 2 * ROWS], item, sequence, head, low + i, here, values)
+            p = address(logits) + 4 * i
+            _add_values(parts, rows, p, 4 * CHUNK, x, step, here, wide // LANES, address(sums), 4 * wide)
+        for i in range(sharing):
+            for c in range(wide):
+                parts[task, i, 2 + c] = sums[i, c]
+
+
+@jit
+def join_chunks(parts, groups, call, heads, out):
+    """Write the outputs (B, H, D) of the parts of all chunks, in float32."""
+    sharing = call[SHARING]
+    total = empty(parts, (parts.shape[2] - 2,))
+    for k in range(len(groups)):
+        group = groups[k]
+        count = _chunks(group[SLOTS]) + _chunks(call[LATER])
+        for item in range(group[SEQUENCES] * group[HEADS]):
+            sequence, place = divmod(item, group[HEADS])
+            begin = group[FIRST_TASK] + item * count
+            for i in range(sharing):
+                top = parts[begin, i, 0]
+                for j in range(1, count):
+                    if parts[begin + j, i, 0] > top or top != top:
+                        top = parts[begin + j, i, 0]
+                fill(parts, address(total), len(total), 0.0)
+                weight = parts.dtype.type(0)
+                for j in range(count):
+                    factor = np.exp(parts[begin + j, i, 0] - top)
+                    weight += factor * parts[begin + j, i, 1]
+                    for c in range(len(total)):
+                        total[c] += factor * parts[begin + j, i, 2 + c]
+                row = out[sequence, heads[group[FIRST_HEAD] + place] * sharing + i]
+                for c in range(len(row)):
+                    row[c] = total[c] / weight
