@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import glob
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
@@ -32,8 +35,12 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
     Raises
     ------
+    TypeError
+        If `path` is no path.
+    ValueError
+        If it is empty.
     OSError
-        If the folder does not exist or cannot be written.
+        If the folder does not exist or cannot be written, or if the path names a folder, a device or a pipe.
 
     Examples
     --------
@@ -45,15 +52,18 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     ...     pathlib.Path(folder, "a.bin").read_bytes()
     b'all of it'
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    target = checked_target(path)
     try:
         mode = stat.S_IMODE(target.stat().st_mode)
     except OSError:
         mode = None  # a new file, with the mode of the umask
     # Others may not read what is to replace a private file, from the first byte on.
     least = 0o666 if mode is None else 0o600
-    stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115 (see below)
+    temporary = target.with_name(_temporary_name(target, secrets.token_hex(6)))
+    try:
+        stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115 (below)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # of the kind of its number
     try:
         if mode is not None:
             with contextlib.suppress(OSError):  # a file system without modes
@@ -67,3 +77,41 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def checked_target(path: Any, name: str = "path", *, write: bool = False) -> Path:
+    """Return the file that a path names, links followed, or raise for a path that no file can have.
+
+    `write`: also raise if the folder takes no file.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"{name} is of type {type(path).__name__}; expected the path of a file")
+    shown = os.fspath(path)
+    if not shown:
+        raise ValueError(f"{name} is empty (an unset variable?); expected the path of a file")
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, f"{name} is a folder; name a file in it", shown)
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, f"{name} is a device or a pipe, which a file would replace", shown)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"{name} lies in a folder that does not exist; make it first", shown)
+    if write:
+        try:
+            with tempfile.TemporaryFile(dir=target.parent):
+                pass
+        except OSError as error:
+            raise OSError(error.errno, f"{name}: {error.strerror}", shown) from None
+    return target
+
+
+def remove_halves(target: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote a file."""
+    for half in target.parent.glob(glob.escape(_temporary_name(target, "")).replace("..tmp", f".{'?' * 12}.tmp")):
+        half.unlink(missing_ok=True)
+
+
+def _temporary_name(target: Path, token: str) -> str:
+    """Return the name of a temporary file beside a file; most systems take names of up to 255 bytes."""
+    begin = target.name.encode(errors="surrogateescape")[:200].decode(errors="ignore")
+    return f".{begin}.{token}.tmp"

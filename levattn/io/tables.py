@@ -360,6 +360,10 @@ _BLOCK_BYTES = 2**20  # of text that is parsed at a time, but at least some line
 _PIECE_BYTES = 4 * _BLOCK_BYTES  # of text that is read at a time
 _LONGEST_LINE = 2**26
 _NOT_EMPTY = re.compile(rb"[^\r\n]")
+# A field in quotes, the last perhaps without its closing quote; quotes within another field are plain characters
+_QUOTED = {
+    suffix: re.compile(rb'(?:(?<=[%s\r\n])|\A)"(?:[^"]+|"")*(?:"|\Z)' % at.encode()) for suffix, at in TEXTS.items()
+}
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -384,10 +388,10 @@ class _Text:
         from pyarrow import ArrowInvalid
 
         names, passed = None, 0
-        for piece in self._pieces():
+        for piece, broken in self._pieces():
             before = passed
             try:
-                for batch in self._reader(piece, names, types):
+                for batch in self._reader(piece, broken, names, types):
                     yield batch
                     passed += batch.num_rows
             except ArrowInvalid as error:
@@ -395,12 +399,17 @@ class _Text:
             names = self.schema.names
 
     def _schema(self) -> Any:
-        return self._reader(next(self._pieces(), b""), None, None).schema
+        return self._reader(*next(self._pieces(), (b"", False)), None, None).schema
 
-    def _reader(self, piece: memoryview | bytes, names: list[str] | None, types: dict[str, Any] | None) -> Any:
-        """Return pyarrow's reader of a piece: with names, its first line is a row."""
+    def _reader(
+        self, piece: memoryview | bytes, broken: bool, names: list[str] | None, types: dict[str, Any] | None
+    ) -> Any:
+        """Return pyarrow's reader of a piece: with names, its first line is a row; `broken` fields have newlines."""
         from pyarrow import BufferReader, csv
 
+        # an empty line is a null where there is one column, and nothing where there are more
+        blank = types is None or len(self.schema.names) > 1
+        separator = TEXTS[self._path.suffix.lower()]
         return csv.open_csv(
             BufferReader(piece),
             csv.ReadOptions(
@@ -409,28 +418,55 @@ class _Text:
                 column_names=names,
                 autogenerate_column_names=not (self.named or names),
             ),
-            csv.ParseOptions(delimiter=TEXTS[self._path.suffix.lower()]),
+            csv.ParseOptions(delimiter=separator, newlines_in_values=broken, ignore_empty_lines=blank),
             csv.ConvertOptions(
                 null_values=[""], include_columns=None if types is None else list(types), column_types=types
             ),
         )
 
-    def _pieces(self) -> Iterator[memoryview]:
+    def _pieces(self) -> Iterator[tuple[memoryview, bool]]:
+        """Yield pieces, without empty lines at both ends of the text, and whether a field has a newline in quotes."""
         # New memory would take longer than reading it.
         piece = bytearray(min(max(_PIECE_BYTES, self._block), self.size))
-        offset = 0
+        offset, begun, suffix = 0, False, self._path.suffix.lower()
         while offset < self.size:
             self._stream.seek(offset)  # others read the file in between
             length = self._stream.readinto(piece)  # type: ignore[attr-defined]  # of binary files
             check_size(self._path, self._stream, self.size)
-            end = max(piece.rfind(b"\n", 0, length), piece.rfind(b"\r", 0, length - 1)) + 1
+            end, broken = _last_line(piece, length, suffix)
             if offset + length >= self.size:
-                end = self.size - offset
+                end, offset = length, self.size
+                while end > 1 and piece[end - 1] in b"\r\n" and piece[end - 2] in b"\r\n":
+                    end -= 1
             elif end == 0:
-                raise ValueError(f"a line has {length} bytes or more")
-            offset += end
-            if _NOT_EMPTY.search(piece, 0, end):
-                yield memoryview(piece)[:end]
+                raise ValueError(f"a line has {length} bytes or more, or no closing quote")
+            else:
+                offset += end
+            first = _NOT_EMPTY.search(piece, 0, end)
+            if first is not None:
+                yield memoryview(piece)[0 if begun else first.start() : end], broken
+                begun = True
+
+
+def _last_line(piece: bytearray, length: int, suffix: str) -> tuple[int, bool]:
+    """Return where the last whole line in the first bytes of a piece ends, and whether quotes hold newlines."""
+    if b'"' not in piece:
+        return max(piece.rfind(b"\n", 0, length), piece.rfind(b"\r", 0, length - 1)) + 1, False
+    text = np.frombuffer(piece, np.uint8, length)
+    quotes = np.flatnonzero(text == ord('"'))
+    opening = quotes[::2][quotes[::2] > 0]
+    if not np.isin(
+        text[opening - 1], [ord(c) for c in f'{TEXTS[suffix]}\r\n"']
+    ).all():  # quotes that are plain characters do not count
+        spans = np.array([field.span() for field in _QUOTED[suffix].finditer(piece, 0, length)], np.int64).reshape(
+            -1, 2
+        )
+        quotes = (spans - [0, 1]).ravel()
+    lines = np.flatnonzero((text[: length - 1] == ord("\r")) | (text[: length - 1] == ord("\n")))
+    if text[length - 1] == ord("\n"):
+        lines = np.append(lines, length - 1)
+    within = np.searchsorted(quotes, lines) % 2 == 1
+    return int(lines[~within].max(initial=-1)) + 1, bool(within.any())
 
 
 def _counted_on(message: str, passed: int) -> str:

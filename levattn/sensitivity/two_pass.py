@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, is_torch, layers_of
 from levattn._core.checks import whole_number
+from levattn._core.files import checked_target, remove_halves
 from levattn._core.serialize import pack, shaped, unpack, whole
 from levattn._core.threads import reported
 from levattn._kernels import Rows
@@ -48,21 +47,19 @@ class Checkpoint:
         elif path is None:
             raise ValueError(f"checkpoint_rows is {every!r} without checkpoint; expected the path of a file as well")
         every = whole_number("checkpoint_rows", every, what="a whole number of rows")
-        if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"checkpoint is of type {type(path).__name__}; expected the path of a file")
+        if path is not None:
+            checked_target(path, "checkpoint", write=True)  # else a long pass would end where it first writes
         return cls(path, every, job)
 
     def tidy(self) -> None:
         """Remove the temporary files of a run that was killed while it wrote."""
         if self.path is not None:
-            target = Path(os.path.realpath(self.path))
-            for half in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 12}.tmp"):
-                half.unlink(missing_ok=True)
+            remove_halves(checked_target(self.path, "checkpoint"))
 
     def remove(self) -> None:
         """Remove the file when the work is done."""
         if self.path is not None:
-            Path(self.path).unlink(missing_ok=True)
+            checked_target(self.path, "checkpoint").unlink(missing_ok=True)
 
 
 _VERSION = 3
@@ -230,7 +227,19 @@ def as_source(K: Any, name: str = "K") -> Source | None:
         return Source(lambda start: _rows_from(K, start), None, f"an iterable of type {type(K).__name__}")
     if not callable(K):
         return None
-    return Source(lambda start: _rows_from(K(), start), None, f"the function {_function_name(K)}")
+    return Source(lambda start: _rows_from(_returned(K, name), start), None, f"the function {_function_name(K)}")
+
+
+def _returned(K: Callable[[], Any], name: str) -> Iterable[Any]:
+    """Return the chunks that a function gives, or raise if it gives something else, as one array."""
+    found = K()
+    chunks = isinstance(found, Iterable) and not isinstance(found, str | bytes | dict | os.PathLike)
+    if isinstance(found, KeySource) or (chunks and not is_torch(found) and not hasattr(found, "shape")):
+        return found  # type: ignore[no-any-return]
+    raise TypeError(
+        f"{name}, the function {_function_name(K)}, returned {type(found).__name__}; expected an iterator of chunks, "
+        f"e.g. iter([K[:1000], K[1000:]]). Give one array itself, not a function of it"
+    )
 
 
 def _named(files: KeySource) -> str:
@@ -248,6 +257,11 @@ def _function_name(K: Any) -> str:
 def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
     """Yield the chunks without the rows before `start`."""
     for chunk in chunks:
+        if isinstance(chunk, list | tuple) and chunk and len(getattr(chunk[0], "shape", ())) > 1:
+            raise TypeError(
+                f"K gave a chunk that is a {type(chunk).__name__} of arrays; expected an array (..., n, d). Data "
+                "loaders give such groups: give the keys of each, e.g. lambda: (keys for keys, *_ in loader)"
+            )
         if not start:
             yield chunk
             continue
@@ -329,7 +343,7 @@ class _Run:
         if self._checkpoint.path is None:
             return 0
         self._checkpoint.tidy()
-        path = Path(self._checkpoint.path)
+        path = checked_target(self._checkpoint.path, "checkpoint")
         if not path.exists():
             return 0
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +269,53 @@ def test_identifiers_in_text_stay_as_they_are(tmp_path: Path) -> None:
     source = open_keys(tmp_path / "keys.csv", id="name")
     assert source.ids().tolist() == ["007", "x,y", "1e5", ""]
     check(source, np.array([[1.5], [2.5], [3.5], [4.5]]))
+
+
+ROWS_IN_QUOTES = {
+    "newlines": '{0}.5,"token {0}\n7.5,more"\n',
+    "quotes": '{0}.5,"token ""{0}"""\n',
+    "both": '{0}.5,"{0}""\n""\n""\n"\n',
+    "plain quotes": '{0}.5,5" pipe {0}\n',
+    "both kinds": '{0}.5,5" pipe {0}\n{0}.5,"a\n""\n{0}.5"\n',
+    "returns": '{0}.5,"token {0}\r\n\r\n"\r\n',
+}
+
+
+@pytest.mark.parametrize("row", ROWS_IN_QUOTES)
+@pytest.mark.parametrize("rows", [3, 120_000], ids=["one piece", "several"])
+def test_fields_in_quotes_are_read_as_by_the_standard_library(tmp_path: Path, row: str, rows: int) -> None:
+    path = tmp_path / "keys.csv"
+    path.write_text("a,id\n" + "".join(map(ROWS_IN_QUOTES[row].format, range(rows))), newline="")
+    with path.open(newline="") as stream:
+        _, *expected = csv.reader(stream)
+    source = open_keys(path, id="id")
+    assert source.shape == (len(expected), 1)
+    check(source, np.array([[float(number)] for number, _ in expected]))
+    assert source.ids([0, len(expected) - 1]).tolist() == [expected[0][1], expected[-1][1]]
+
+
+@pytest.mark.parametrize("shift", range(12))
+def test_a_newline_in_quotes_where_a_piece_ends_is_no_row(tmp_path: Path, shift: int) -> None:
+    path, piece = tmp_path / "keys.csv", 4 * 2**20
+    begin, row, special = "a,id\n", "0.25,x\n", '9.5,"tok\n7.5,more"\n'
+    begin += row * ((piece - 80) // len(row))
+    begin += f"0.{'5' * (piece - len(begin) - 18 - shift)},x\n"
+    path.write_text(begin + special + row * 1000)
+    source = open_keys(path, id="id")
+    assert source.shape == (begin.count("\n") + 1000, 1)
+    K = source.load()[:, 0]
+    assert (K == 9.5).sum() == 1
+    assert not (K == 7.5).any()
+
+
+def test_an_empty_line_is_a_null_where_there_is_one_column(tmp_path: Path) -> None:
+    path = tmp_path / "keys.csv"
+    for text in ("\n\na\n1.5\n2.5", "a\n1.5\n2.5\n\n\n", "1.5\r\n2.5\r\n\r\n"):
+        path.write_text(text, newline="")
+        check(open_keys(path), np.array([[1.5], [2.5]]))
+    for text in ("a\n1.5\n\n2.5\n", "1.5\n\n2.5\n", "a\n\n1.5\n"):
+        path.write_text(text)
+        refused("nulls, the first in row", path)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

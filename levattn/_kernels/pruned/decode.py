@@ -167,8 +167,8 @@ def _biases(call, group, slots, item, sequence, low, n, bias):
 def token_tasks(parts, groups, call, heads, scale, bound, first, last):
     """Attend to chunks of slots or of later tokens: write the largest logit, the sum and the values to `parts`.
 
-    `parts`: (tasks, rows, 2 + columns of values in whole vectors) float32. `groups`: the descriptions of groups. `heads`: the
-    numbers of their heads. `bound`: of logits, or 0.
+    `parts`: (tasks, rows, 2 + columns of values in whole vectors) float32. `groups`: their descriptions.
+    `heads`: the numbers of their heads. `bound`: of logits, or 0.
     """
     sharing, wide = call[SHARING], parts.shape[2] - 2
     rows, deep = _rows_of(sharing), _whole(call[COLUMNS])
