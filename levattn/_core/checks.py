@@ -29,6 +29,13 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
 
+def batch_of(batch: Any) -> tuple[int, ...]:
+    """Return the sizes of a batch, or raise."""
+    if not isinstance(batch, tuple | list):
+        raise TypeError(f"batch is {batch!r}; expected a tuple of sizes, such as (batch, heads)")
+    return tuple(whole_number("batch", size, 0) for size in batch)
+
+
 def whole_number(
     name: str, value: Any, least: int = 1, most: int | None = None, *, what: str = "a whole number"
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from levattn.attention import rates as rates
 from levattn.attention.fitting import FittedSlots, fit_slots
 from levattn.attention.latent.features import causal_conv, rg_lru, rotate_values
 from levattn.attention.latent.latte import latte

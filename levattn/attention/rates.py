@@ -548,7 +548,8 @@ def _check_memberships(xp: Any, Pi: Any, present: Any, dtype: str) -> None:
     if not bool(xp.all(missed <= room)):
         raise ValueError(
             f"Pi has a row whose sum is off 1 by more than {room:.2g}, which rounding does not explain; expected "
-            "memberships of sum 1 along the last axis. Divide them by their sums, and leave tokens out with mask="
+            "memberships of sum 1 along the last axis. Divide them by their sums (a softmax in float32 too, "
+            "once it is in float64), and leave tokens out with mask="
         )
 
 

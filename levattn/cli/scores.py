@@ -15,6 +15,7 @@ from levattn.cli.files import KeyFiles, all_rows, check_targets
 from levattn.cli.output import new_console, print_json, table_of
 from levattn.cli.sets import Function, queries_of
 from levattn.io import replace_file
+from levattn.io.common import printable
 from levattn.io.source import whole_keys
 from levattn.io.written import write_table
 from levattn.sensitivity.leverage import scores_of_chunks
@@ -136,5 +137,8 @@ def _print_table(request: Scoring, source: levattn.KeySource, reports: list[dict
         (report,) = reports
         ids = report["ids"] or [None] * len(report["indices"])
         shown = zip(report["indices"], ids, report["scores"], strict=True)
-        words = (f"{index}{'' if name is None else f' ({name})'}: {score:.4g}" for index, name, score in shown)
+        words = (
+            f"{index}{'' if name is None else f' ({printable(str(name))})'}: {score:.4g}"
+            for index, name, score in shown
+        )
         console.print(f"keys of largest score: {', '.join(words) or 'none'}")

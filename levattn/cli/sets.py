@@ -24,6 +24,7 @@ from levattn.cli.output import (
 )
 from levattn.functions import NAMES, AttentionFunction, Softmax, function_named, is_square
 from levattn.io import replace_file
+from levattn.io.common import printable
 from levattn.io.source import whole_keys
 from levattn.io.tables import TEXTS
 from levattn.io.written import write_table
@@ -349,7 +350,10 @@ def _print_reports(reports: list[dict[str, Any]], source: levattn.KeySource, req
         indices = reports[0]["indices"]
         names = reports[0]["ids"]
         first = zip(indices[:_INDICES_SHOWN], (names or indices)[:_INDICES_SHOWN], strict=True)
-        shown = ", ".join(str(row) if names is None else f"{row} ({name})" for row, name in first) or "none"
+        shown = (
+            ", ".join(str(row) if names is None else f"{row} ({printable(str(name))})" for row, name in first)
+            or "none"
+        )
         rest = len(indices) - _INDICES_SHOWN
         console.print(
             f"keys: {shown}" + (f" and {rest} more (all with --json, --output or --scores)" if rest > 0 else "")

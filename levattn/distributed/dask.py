@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -509,14 +508,7 @@ def _computed(lazy: Any, client: Any) -> Any:
 
 
 def _as_source(source: KeySource | _Path | Sequence[_Path]) -> KeySource:
-    return source if isinstance(source, KeySource) else open_keys(_absolute(source))
-
-
-def _absolute(paths: _Path | Sequence[_Path]) -> Path | list[Path]:
-    """Return absolute paths, because workers may have another working folder."""
-    if isinstance(paths, str | os.PathLike):
-        return Path(paths).absolute()
-    return [Path(path).absolute() for path in paths]
+    return source if isinstance(source, KeySource) else open_keys(source)
 
 
 def _in_row_chunks(K: Any, name: str = "K") -> Any:

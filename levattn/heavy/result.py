@@ -166,7 +166,7 @@ class HeavyAttention:
         Returns
         -------
         output : array of float64, shape (m, d_v)
-            In the kind of array of V.
+            In the kind of array of V; without gradients, as all scores and sets.
         error_bound : array of float64, shape (m,)
             For each query a bound on the Euclidean distance to the dense attention output. With residual mass r, e
             the largest leverage score outside U, and v̄ the mean of the n' values outside: plain
@@ -577,7 +577,7 @@ class HeavyAttentionBatch:
         Returns
         -------
         output : array of float64, shape (..., m, d_v)
-            In the kind of array of V.
+            In the kind of array of V, without gradients.
         error_bound : array of float64, shape (..., m)
             See `HeavyAttention.apply`.
 

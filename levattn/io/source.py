@@ -595,6 +595,8 @@ def whole_keys(K: Any, *, sparse: bool = False) -> Iterator[Any]:
 def _checked_paths(path: Any) -> Path | tuple[Path, ...]:
     """Return the path or paths of keys, or raise."""
     many = not isinstance(path, str | os.PathLike)
+    if isinstance(path, set | frozenset | dict):
+        raise TypeError(f"path is of type {type(path).__name__}, which has no order; expected a list of paths")
     if many and (isinstance(path, bytes | bytearray) or hasattr(path, "shape") or not isinstance(path, Iterable)):
         remedy = "Decode it by os.fsdecode(path)" if isinstance(path, bytes | bytearray) else _remedy(path)
         raise TypeError(
@@ -700,6 +702,8 @@ def _reopened(source: KeySource, index: int) -> Iterator[Opened]:
 def _format_of(path: Path) -> Format:
     if path.is_dir() and is_store(path):
         return open_zarr
+    if not path.exists():
+        raise missing_file(path, "no such file", "it was there before: put it back, or open the keys again")
     if not path.is_file():
         raise refusal(path, "not a regular file", f"give the path of a {', '.join(_FORMATS)} file or of a folder")
     if path.name.lower().endswith(INDEX_SUFFIX):

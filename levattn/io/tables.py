@@ -399,7 +399,8 @@ class _Text:
             names = self.schema.names
 
     def _schema(self) -> Any:
-        return self._reader(*next(self._pieces(), (b"", False)), None, None).schema
+        piece, broken = next(self._pieces(), (b"", False))
+        return self._reader(piece, broken, None, None).schema
 
     def _reader(
         self, piece: memoryview | bytes, broken: bool, names: list[str] | None, types: dict[str, Any] | None
@@ -458,10 +459,10 @@ def _last_line(piece: bytearray, length: int, suffix: str) -> tuple[int, bool]:
     if not np.isin(
         text[opening - 1], [ord(c) for c in f'{TEXTS[suffix]}\r\n"']
     ).all():  # quotes that are plain characters do not count
-        spans = np.array([field.span() for field in _QUOTED[suffix].finditer(piece, 0, length)], np.int64).reshape(
-            -1, 2
-        )
-        quotes = (spans - [0, 1]).ravel()
+        spans: npt.NDArray[np.int64] = np.array(
+            [field.span() for field in _QUOTED[suffix].finditer(piece, 0, length)], np.int64
+        ).reshape(-1, 2)
+        quotes = (spans - np.array([0, 1])).ravel()
     lines = np.flatnonzero((text[: length - 1] == ord("\r")) | (text[: length - 1] == ord("\n")))
     if text[length - 1] == ord("\n"):
         lines = np.append(lines, length - 1)

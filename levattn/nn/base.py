@@ -70,10 +70,10 @@ def check_input(dim: int, x: Any, mask: Any, offsets: Any, cache: Any, kind: typ
         raise ValueError("cache and offsets were both given; expected one of them: a cache is for unpacked sequences")
 
 
-def check_positions(x: Any, positions: Any, *, read: bool) -> None:
-    """Raise unless positions match the input; `read`: whether the layer reads them."""
+def checked_positions(x: Any, positions: Any, *, read: bool) -> Any:
+    """Return positions as int64, or raise unless they match the input; `read`: whether the layer reads them."""
     if positions is None:
-        return
+        return None
     if not read:
         raise ValueError(
             "positions was given and no part of the layer reads positions; leave it out, or make the layer with "
@@ -86,6 +86,15 @@ def check_positions(x: Any, positions: Any, *, read: bool) -> None:
         )
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"positions has dtype {positions.dtype}; expected whole numbers")
+    return positions.long()  # as an index, bytes would be a mask
+
+
+def check_sequences(name: str, x: Any, state: Any) -> None:
+    """Raise unless a state is of as many sequences as the input; one would else be read as many equal ones."""
+    if isinstance(state, torch.Tensor) and state.ndim and len(state) != len(x):
+        raise ValueError(
+            f"{name} holds {len(state)} sequences and x has {len(x)}; expected as many. Begin anew for other sequences"
+        )
 
 
 class Cache:
@@ -161,7 +170,9 @@ class Layer(Module, Generic[C]):
     def _called(self, x: Any, mask: Any, offsets: Any, cache: C | None, positions: Any = None) -> Any:
         """Check a call, and return the attention of a batch of sequences."""
         check_input(self.dim, x, mask, offsets, cache, self._cache_class)
-        check_positions(x, positions, read=self._reads_positions())
+        positions = checked_positions(x, positions, read=self._reads_positions())
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)  # zero times NaN would reach the gradients of weights
         if cache is not None:
             refuse_bidirectional(self.causal)
             refuse_repeated()
@@ -286,6 +297,7 @@ class _Memory(Module):
             state.
         """
         check_sequence(self.dim, x)
+        check_sequences("state", x, state)
         attend = partial(type(self)._operator, *self._arguments(x), mask=mask, state=state)
         if offsets is not None:
             return attend(offsets=offsets), None

@@ -13,7 +13,7 @@ import torch
 from levattn._core.checks import check_type, fraction, positive_number, whole_number
 from levattn.attention import Window, latte, macchiato, rotate_values
 from levattn.attention.latent.window import window_of
-from levattn.nn.base import RGLRU, Cache, CausalConv, Recurrent, projection, split_in_heads
+from levattn.nn.base import RGLRU, Cache, CausalConv, Recurrent, check_sequences, projection, split_in_heads
 
 _NAMED: dict[str, Any] = {"conv": CausalConv, "rg_lru": RGLRU}
 
@@ -104,6 +104,7 @@ class LatentLayer(Recurrent[CacheType]):
             positions = before + torch.arange(T, device=x.device)
             if mask is not None:  # only those that take part count
                 positions = before + (mask.cumsum(1) - 1).clamp(min=0)
+        check_sequences("cache", x, memory)
         h, memory = run_feature(self.feature, x, offsets, memory, mask)
         flags = None if mask is None else mask[:, None, :]
         Y = self._continued(partial(self._mixed(x, h, positions), mask=flags), T, offsets, cache)

@@ -153,8 +153,8 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
 @where_arrays_are
 def sensitivities(
     K: Any,
-    f: Any = 2,
     /,
+    f: Any = 2,
     *,
     method: CertificateMethod = "auto",
     mask: Any = None,
@@ -213,9 +213,9 @@ def sensitivities(
     Notes
     -----
     Time O(n d²) for "leverage", "lewis" (times the iterations) and "jensen"; O(n d²/ε) for "block". "lift" takes time
-    O(n D²) and memory O(n D) with D = C(d + p/2 − 1, p/2). "ball" takes time O(n (n' + 256) d), where n' keys are
-    undecided after a pass over groups of keys (0 if n n' is above 3·10⁸). "auto" uses it up to 50 000 keys. The bounds
-    include the estimated rounding error.
+    O(n D²) and memory O(n D) with D = C(d + p/2 − 1, p/2); fewer than D keys have the bound 1. "ball" takes time
+    O(n (n' + 256) d), where n' keys are undecided after a pass over groups of keys (0 if n n' is above 3·10⁸). "auto"
+    uses it up to 50 000 keys. The bounds include the estimated rounding error.
 
     References
     ----------
@@ -292,6 +292,7 @@ def certify(
         at_zero = 1 / np.maximum(problem.counts, 1) if float(f(np.zeros(1))[0]) > 0 else np.zeros(len(tau))
         for item, value in enumerate(at_zero):
             upper[item, ~(tau[item] > 0)] = value
+    upper[(tau > 0) & (upper == 0)] = np.nextafter(0.0, 1.0)  # where the sensitivity is below the range of float64
     if rows.mask is not None:
         upper[~to_numpy(rows.mask)] = 0.0
     names = tuple(each.name for each in chosen)

@@ -518,10 +518,13 @@ def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> t
     The coordinates are rounded, so the errors of lifted keys raise their scores: see docs/design.md. Where the
     products lack directions, rounding may hide a key in the directions left out, and the bound is trivial.
     """
+    columns = [lift_columns(int(rank), m) for rank in factor.rank]
+    if all(count > tau.shape[1] for count in columns):  # more than there are keys: nothing of that size is made
+        return np.ones(tau.shape), None
     keys, relative, absolute = lifted_keys(factor, m, precise=precise)
     lift = factor_moments(keys, single="no")
     upper, felt = np.sqrt(raised_scores(lift, tau > 0)), 0.0
-    resolved = lift.rank == [lift_columns(int(rank), m) for rank in factor.rank]
+    resolved = lift.rank == columns
     resolved &= [in_row_space(factor, item) for item in range(len(tau))]
     raised = root_error(lift, relative)
     for item in np.flatnonzero(resolved).tolist():

@@ -76,7 +76,7 @@ class ExactSensitivities:
 
 
 @where_arrays_are
-def exact_sensitivities(K: Any, f: Any = 2, /) -> ExactSensitivities:
+def exact_sensitivities(K: Any, /, f: Any = 2) -> ExactSensitivities:
     r"""Sensitivities of a few keys, to nearly full precision.
 
     The sensitivity of key :math:`k_j` is the largest attention that any query can give it,

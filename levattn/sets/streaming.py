@@ -126,13 +126,13 @@ class StreamedSet(ListedKeys):
     def size_bound(self) -> Any:
         """The bound on the size: rank/ε, or 8 rank/ε for a block bound of rows in random order; a float, or (...,).
 
-        It is infinite if rows of a rank-deficient matrix count as 1, so that the set is larger than rank/ε.
+        It is infinite where the set is larger. That is so if rows of a rank-deficient matrix count as 1. For a block
+        bound it may also be so if rows came in another order, or are not many times as many as this number.
         """
         block = self.certificate == ("block",)
         with np.errstate(over="ignore"):
             bound = (8.0 if block else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
-        if not block:
-            bound = np.where(self.sizes > bound, np.inf, bound)
+        bound = np.where(self.sizes > bound, np.inf, bound)
         return bound if self.batch else float(bound)
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_device, to_numpy
-from levattn._core.checks import check_type, whole_number
+from levattn._core.checks import batch_of, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
@@ -142,7 +142,7 @@ def unscaled_sketch(sketch: Sketch, rows: Rows, row_start: int, dtype: npt.DType
         sketch.distribution.add(rows, sketch.distribution.seed, row_start, out)
     if not np.isfinite(out).all():
         for item in range(rows.shape[0]):
-            bad = KEYS.nonfinite_rows(rows, item, 5)
+            bad = [row_start + row for row in KEYS.nonfinite_rows(rows, item, 5)]
             if bad:
                 where = f" of matrix {item} (leading axes flattened)" if rows.shape[0] > 1 else ""
                 raise NonFiniteError(f"K holds NaN or infinity, first in rows {bad}{where}; expected finite rows")
@@ -198,10 +198,14 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             raise TypeError(f"sketch is {sketch!r}; expected one such as Sketch(CountSketch(1000))")
         self.sketch = sketch
         self.d = whole_number("d", d)
-        self.batch = tuple(whole_number("batch", axis, 0) for axis in batch)
+        self.batch = batch_of(batch)
         self.count = 0
         self.next_row = 0
         self._sums: Any = np.zeros((math.prod(self.batch), sketch.distribution.size, self.d))
+
+    def __repr__(self) -> str:
+        """Return the shape and the number of rows."""
+        return f"<{type(self).__name__} of {self.count} rows, d = {self.d}, batch {self.batch}, by {self.sketch!r}>"
 
     @property
     def _held_array(self) -> Any:

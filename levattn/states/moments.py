@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, named_numpy, to_numpy, with_shape
-from levattn._core.checks import check_type, whole_number
+from levattn._core.checks import batch_of, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, locked, locked_with, shaped, twin, whole
 from levattn._core.types import Float64
@@ -78,7 +78,7 @@ class Moments(StoredState, name="Moments", version=2):
 
     def __init__(self, d: int, batch: tuple[int, ...] = (), *, diagonal: bool = False, decay: Any = 1.0) -> None:
         self.d = whole_number("d", d, 1)
-        self.batch = tuple(whole_number("batch", size, 0) for size in batch)
+        self.batch = batch_of(batch)
         self.diagonal = bool(diagonal)
         self.decay = _rates(decay, self.batch)
         self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)
@@ -89,6 +89,13 @@ class Moments(StoredState, name="Moments", version=2):
             self._sums = RunningSums(b, self.d, not self.diagonal, rates)
         else:
             self._sums = BlockSums(b, self.d)
+
+    def __repr__(self) -> str:
+        """Return the shape and the number of rows."""
+        form = "diagonal, " if self.diagonal else ""
+        counts = self.count.ravel().tolist() or [0]
+        rows = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        return f"<{type(self).__name__} of {rows} rows, {form}d = {self.d}, batch {self.batch}>"
 
     @property
     def _held_array(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, on_cuda, to_numpy
-from levattn._core.checks import check_type, whole_number
+from levattn._core.checks import batch_of, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, locked, locked_with, shaped, twin, whole
 from levattn._core.types import decode_half
@@ -73,10 +73,12 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     def __init__(self, latents: int, d: int, batch: tuple[int, ...] = ()) -> None:
         self.latents = whole_number("latents", latents, 1)
         self.d = whole_number("d", d, 1)
-        if not isinstance(batch, tuple | list):
-            raise TypeError(f"batch is {batch!r}; expected a tuple of sizes, such as (batch, heads)")
-        self.batch = tuple(whole_number("batch", size, 0) for size in batch)
+        self.batch = batch_of(batch)
         self._held: State | None = None
+
+    def __repr__(self) -> str:
+        """Return the shape."""
+        return f"<{type(self).__name__} of {self.latents} latents, d = {self.d}, batch {self.batch}>"
 
     @property
     def _held_array(self) -> Any:

@@ -165,7 +165,7 @@ def window_attention(
 
     Gradients can be differentiated again with a softcap, and without one inside
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. The other kernels of torch have first derivatives only.
-    Forward mode works everywhere.
+    Forward mode works, alone and over reverse mode.
 
     References
     ----------
@@ -253,6 +253,7 @@ def windowed(
     if mask is not None:
         seen = _any_in_window(xp, mask, lowest)
         k, V = (xp.where(mask[..., None], x, xp.zeros_like(x)) for x in (k, V))  # NaN there would spread
+        q = xp.where(seen[:, None, :, None], q, xp.zeros_like(q))  # large ones overflow in torch's gradients
     if not surely_finite(q, k, V):  # zero times NaN is NaN: keep NaN out of products and gradients
         asks, whole = (xp.all(xp.isfinite(x), axis=-1, keepdims=True) for x in (q, k))
         good = xp.isfinite(V)
