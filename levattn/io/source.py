@@ -702,7 +702,7 @@ def _reopened(source: KeySource, index: int) -> Iterator[Opened]:
 def _format_of(path: Path) -> Format:
     if path.is_dir() and is_store(path):
         return open_zarr
-    if not path.exists():
+    if not os.path.lexists(path):
         raise missing_file(path, "no such file", "it was there before: put it back, or open the keys again")
     if not path.is_file():
         raise refusal(path, "not a regular file", f"give the path of a {', '.join(_FORMATS)} file or of a folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -906,6 +907,47 @@ def test_replace_file_replaces_all_or_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.bin"]
     with pytest.raises(FileNotFoundError), replace_file(tmp_path / "none" / "a.bin") as stream:
         stream.write(b"")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+@pytest.mark.parametrize("link", [False, True])
+def test_no_device_pipe_or_folder_is_replaced(tmp_path: Path, link: bool) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, error in (("pipe", FileExistsError), ("folder", IsADirectoryError)):
+        path = tmp_path / name
+        if link:
+            path = tmp_path / f"link to {name}"
+            path.symlink_to(name)
+        with pytest.raises(error, match=f"path is a .*{name}"), replace_file(path) as stream:
+            stream.write(b"")
+    with pytest.raises(FileExistsError, match="path is a device"), replace_file(os.devnull) as stream:
+        stream.write(b"")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
+
+
+def test_errors_of_writing_name_the_file(tmp_path: Path) -> None:
+    for path in (None, 3, b"a.bin", io.BytesIO()):
+        with pytest.raises(TypeError, match=r"path is of type \w+; expected the path of a file"):
+            replace_file(path).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="path is empty"):
+        replace_file("").__enter__()
+    with pytest.raises(FileNotFoundError, match=r"none/a\.bin'$"):
+        replace_file(tmp_path / "none" / "a.bin").__enter__()
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_names_may_be_as_long_as_the_system_allows(tmp_path: Path, letter: str) -> None:
+    path = tmp_path / (letter * (255 // len(letter.encode())))
+    for content in (b"first", b"second"):
+        with replace_file(path) as stream:
+            stream.write(content)
+        assert path.read_bytes() == content
+    assert [*tmp_path.iterdir()] == [path]
+    with pytest.raises(OSError, match="too long"), replace_file(tmp_path / ("x" * 256)) as stream:
+        stream.write(b"")
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_replace_file_follows_links_and_the_umask(tmp_path: Path) -> None:

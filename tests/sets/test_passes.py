@@ -458,6 +458,24 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         "source is of type str; expected chunks of keys: files opened with open_keys",
     ),
     (iter([K0]), {"progress": None}, TypeError, "source is of type list_iterator, which gives its chunks only once"),
+    *(
+        (
+            lambda given=given: given,
+            {"progress": None},
+            TypeError,
+            f"returned {type(given).__name__}; expected an iter",
+        )
+        for given in (K0, K0[:, 0], None, 3, {"a": K0}, "keys.npy")
+    ),
+    *(
+        (
+            lambda kind=kind: iter([kind([K0, K0])]),
+            {"progress": None},
+            TypeError,
+            f"a {kind.__name__} of arrays; expected",
+        )
+        for kind in (list, tuple)
+    ),
     (Chunks(K0), {"progress": "yes"}, TypeError, "progress is 'yes'; expected None, True"),
     (Chunks(K0), {"checkpoint_rows": 5}, ValueError, "checkpoint_rows is 5 without checkpoint"),
     *(
@@ -588,6 +606,15 @@ def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(others)
 
 
+def test_a_checkpoint_behind_a_link_is_removed_and_the_link_stays(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target.name)
+    there: list[bool] = []
+    find(Chunks(K0), EPSILON, checkpoint=link, checkpoint_rows=2000, progress=lambda *_: there.append(target.exists()))
+    assert there[-1]
+    assert [*tmp_path.iterdir()] == [link]
+
+
 @in_each_pass
 def test_checkpoints_of_another_run_are_refused(path: Path, rows: int) -> None:
     before = left_at(path, K0, rows)
@@ -652,8 +679,15 @@ def test_damaged_keys_are_not_blamed_on_the_checkpoint(path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        find(Chunks(K0), EPSILON, checkpoint=path.parent / "nowhere" / "a", checkpoint_rows=1)
+    unread = Unread()
+    for wrong, error in (("nowhere/a", FileNotFoundError), ("pipe", FileExistsError), (".", IsADirectoryError)):
+        if wrong == "pipe":
+            os.mkfifo(path.parent / wrong)
+        with pytest.raises(error, match="checkpoint "):
+            find(unread, EPSILON, checkpoint=path.parent / wrong)
+    (path.parent / "pipe").unlink()
+    with pytest.raises(ValueError, match="checkpoint is empty"):
+        find(unread, EPSILON, checkpoint="")
     before = left_at(path, K0, 3000)
 
     def full(_: int) -> None:
@@ -664,6 +698,13 @@ def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.Mon
         find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
     assert path.read_bytes() == before
     assert [*path.parent.iterdir()] == [path]
+
+
+class Unread:
+    """Chunks that nobody may ask for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("the keys were read")
 
 
 INTERRUPTED: dict[str, tuple[Any, str]] = {
