@@ -93,6 +93,25 @@ def test_masked_positions_have_no_place_and_are_not_read(storage: str) -> None:
     np.testing.assert_allclose(Y[:, :, there], alone, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("size", [1e9, 1e18, 3e38, 1e100, 1e300])
+def test_large_numbers_in_padding_reach_no_gradient(size: float) -> None:
+    torch = pytest.importorskip("torch")
+    kind = torch.float32 if size < 1e38 else torch.float64
+    mask = torch.ones(1, 1, 10, dtype=torch.bool)
+    mask[..., 7:] = False
+    for seed in range(10):
+        draw = torch.Generator().manual_seed(seed)
+        arrays = [torch.randn((1, 2, 10, 3), generator=draw, dtype=kind) for _ in range(3)]
+
+        def gradients(factor: float, arrays: Any = arrays) -> Any:
+            leaves = [torch.where(mask[..., None], x, factor * x).requires_grad_() for x in arrays]
+            Y = window_attention(*leaves, 4, mask=mask)
+            return torch.autograd.grad(Y.square().sum(), leaves)
+
+        for found, expected in zip(gradients(size), gradients(0.0), strict=True):
+            assert torch.equal(found, expected)
+
+
 @over_storages
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

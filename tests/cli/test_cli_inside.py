@@ -121,6 +121,17 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, keys: Arra
         assert "title" in line
 
 
+@pytest.mark.parametrize("command", [("universal-set", "--size", "2"), ("scores",)])
+def test_identifiers_do_not_reach_the_terminal_as_they_are(tmp_path: Path, command: tuple[str, ...]) -> None:
+    pytest.importorskip("pyarrow")
+    table = tmp_path / "keys.csv"
+    table.write_text('id,a,b\n"\x1b[31mred\x1b]0;title\x07",1.5,2.5\n"two\nlines [bold]",2.5,1.5\n')
+    found = run(command[0], table, "--id", "id", *command[1:]).stdout
+    assert all(line.isprintable() for line in found.splitlines())
+    assert r"\x1b[31mred\x1b]0;title\x07" in found
+    assert r"two\nlines [bold]" in found
+
+
 @pytest.mark.filterwarnings("default::UserWarning")
 def test_a_warning_of_levattn_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = levattn.open_keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -282,6 +283,15 @@ def test_the_set_of_files(shards: Path) -> None:
     check(universal_set_of_files(levattn.open_keys(shards, memory=700 * 24), epsilon=1), keys().astype(np.float32), 1)
     found = universal_set_of_files([shards / "shard-3.npy"], 0.05, f=4)
     assert (found.n, found.f) == (3000, 4)
+
+
+@pytest.mark.parametrize("path", ["", ["", "keys.npy"], None, 3, b"keys.npy", np.eye(3), {"a.npy", "b.npy"}])
+def test_what_is_no_path_is_refused_as_by_open_keys(path: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^path (is|holds)") as refused:
+        levattn.open_keys(path)
+    for call in (from_keys, lambda path: universal_set_of_files(path, 0.1)):
+        with pytest.raises(refused.type, match=re.escape(str(refused.value))):
+            call(path)
 
 
 def test_a_tensor_of_several(tmp_path: Path) -> None:

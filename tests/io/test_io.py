@@ -846,6 +846,8 @@ def test_missing_packages_name_the_remedy(
         (b"keys.npy", TypeError, r"path is of type bytes; expected the path .* Decode it by os\.fsdecode\(path\)"),
         (bytearray(b"a"), TypeError, "path is of type bytearray"),
         (None, TypeError, "path is of type NoneType; expected the path of a file or folder"),
+        ({"a.npy"}, TypeError, "path is of type set, which has no order; expected a list"),
+        ({"a.npy": 1}, TypeError, "path is of type dict, which has no order"),
         (3, TypeError, "path is of type int; expected the path of a file or folder"),
         (np.eye(3), TypeError, "path is of type ndarray; .* Give keys in memory to universal_set directly"),
         (["a.npy", None], TypeError, "path holds None; expected paths of files"),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from layers import ALL, CAUSAL, KINDS, C, T, layer_and_input  # noqa: E402
 
-from levattn.nn import LatteCache, MacchiatoCache  # noqa: E402
+from levattn.nn import RGLRU, CausalConv, LatteCache, MacchiatoCache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -78,6 +78,25 @@ def test_padding_changes_nothing(form: str) -> None:
         close(decoded(layer, padded, [2, 7, 16], mask)[0][mask], expected)
 
 
+@over_all
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e300])
+def test_what_is_in_padding_reaches_no_gradient(form: str, bad: float) -> None:
+    """Not the weights', where zero times NaN is NaN, and not the input's."""
+    layer, X = layer_and_input(form)
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, :3] = mask[1, -4:] = False
+
+    def gradients(filling: float) -> list[Any]:
+        x = torch.where(mask[..., None], X, filling).requires_grad_()
+        Y = layer(x, mask=mask)
+        assert Y.isfinite().all()
+        return [Y, *torch.autograd.grad(Y[mask].square().sum(), [x, *layer.parameters()], allow_unused=True)]
+
+    for found, expected in zip(gradients(bad), gradients(0.0), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
+
+
 # Where a prompt of 5 and one of 9 positions lie among 12
 PADDINGS: dict[str, tuple[list[int], list[int]]] = {
     "left": (list(range(7, 12)), list(range(3, 12))),
@@ -130,6 +149,8 @@ def test_positions_may_be_given(form: str) -> None:
     cache = layer.new_cache()
     steps = [layer(X[:, t : t + 1], positions=spread[t : t + 1], cache=cache) for t in range(T)]
     close(torch.cat(steps, 1), layer(X, positions=spread))
+    for kind in ("uint8", "int8", "int16", "int32", "uint16", "uint32", "uint64"):
+        assert torch.equal(layer(X, positions=spread.to(getattr(torch, kind))), layer(X, positions=spread))
     for given, error, message in (
         (torch.arange(T)[1:], ValueError, "positions has shape"),
         (torch.arange(T).double(), TypeError, "positions has dtype torch.float64"),
@@ -284,14 +305,23 @@ def test_wrong_calls_are_named(kind: str) -> None:
             layer(x, **options)
 
 
-@pytest.mark.parametrize("form", [*KINDS, "tokens, positions"])
-def test_a_cache_goes_with_one_batch_and_is_left_alone_by_errors(form: str) -> None:
-    layer, X = layer_and_input(form)
+@pytest.mark.parametrize("form", [*CAUSAL, "few"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 3)])
+def test_a_cache_goes_with_one_batch_and_is_left_alone_by_errors(form: str, before: int, now: int) -> None:
+    layer, X = layer_and_input(form, 3)
     cache = layer.new_cache()
-    layer(X, cache=cache)
-    with pytest.raises(ValueError, match=r"state (has|is of)"):
-        layer(X[:1], cache=cache)
+    layer(X[:before], cache=cache)
+    with pytest.raises(ValueError, match=r"state (has|is of)|cache holds"):
+        layer(X[:now, :1], cache=cache)
     assert cache.position == T
+
+
+@pytest.mark.parametrize("memory", [CausalConv(C), RGLRU(C)], ids=["conv", "rg_lru"])
+def test_a_state_goes_with_one_batch(memory: Any) -> None:
+    _, state = memory(torch.randn(3, 5, C))
+    for B in (1, 2):
+        with pytest.raises(ValueError, match=f"state holds 3 sequences and x has {B}"):
+            memory(torch.randn(B, 5, C), state=state)
 
 
 @pytest.mark.parametrize("kind", ["latte", "tokens", "few"])

@@ -796,6 +796,13 @@ def test_block_bounds_keep_few_keys_in_random_order() -> None:
     assert len(found) <= found.size_bound
 
 
+@pytest.mark.parametrize("n", [600, 12_000])
+def test_a_bound_that_a_short_stream_breaks_is_not_told(n: int) -> None:
+    found = stream(named_rng("short").standard_normal((n, 4)), 0.01, f=levattn.Huber(0.5)).result()
+    assert len(found) <= found.size_bound
+    assert found.is_vacuous == (found.size_bound >= n)
+
+
 @pytest.mark.parametrize("f", [3, 2.5, levattn.Power(5), levattn.Softmax(1.0)])
 def test_functions_whose_bounds_may_rise_are_refused(f: Any) -> None:
     with pytest.raises(ValueError, match=r"^f is .*even power.*growth.*universal_set"):
