@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import hashlib
 import os
 import secrets
 import stat
@@ -59,7 +60,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         mode = None  # a new file, with the mode of the umask
     # Others may not read what is to replace a private file, from the first byte on.
     least = 0o666 if mode is None else 0o600
-    temporary = target.with_name(_temporary_name(target, secrets.token_hex(6)))
+    temporary = target.with_name(f".{_beginning(target)}.{secrets.token_hex(6)}.tmp")
     try:
         stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115 (below)
     except OSError as error:
@@ -90,10 +91,16 @@ def checked_target(path: Any, name: str = "path", *, write: bool = False) -> Pat
     if not shown:
         raise ValueError(f"{name} is empty (an unset variable?); expected the path of a file")
     target = Path(os.path.realpath(path))
-    if target.is_dir():
+    try:
+        mode = Path(path).stat().st_mode  # of what is there, as a pipe need not have a path of its own
+    except OSError:
+        mode = stat.S_IFDIR if shown.endswith(("/", os.sep)) else stat.S_IFREG
+    if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, f"{name} is a folder; name a file in it", shown)
-    if target.exists() and not target.is_file():
+    if not stat.S_ISREG(mode):
         raise FileExistsError(errno.EEXIST, f"{name} is a device or a pipe, which a file would replace", shown)
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, f"{name} is a link that leads to itself", shown)
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"{name} lies in a folder that does not exist; make it first", shown)
     if write:
@@ -107,11 +114,13 @@ def checked_target(path: Any, name: str = "path", *, write: bool = False) -> Pat
 
 def remove_halves(target: Path) -> None:
     """Remove temporary files of processes that were killed while they wrote a file."""
-    for half in target.parent.glob(glob.escape(_temporary_name(target, "")).replace("..tmp", f".{'?' * 12}.tmp")):
+    for half in target.parent.glob(glob.escape(f".{_beginning(target)}.") + "?" * 12 + ".tmp"):
         half.unlink(missing_ok=True)
 
 
-def _temporary_name(target: Path, token: str) -> str:
-    """Return the name of a temporary file beside a file; most systems take names of up to 255 bytes."""
-    begin = target.name.encode(errors="surrogateescape")[:200].decode(errors="ignore")
-    return f".{begin}.{token}.tmp"
+def _beginning(target: Path) -> str:
+    """Return a name for temporary files of a file, shortened as most systems take 255 bytes."""
+    name = target.name.encode(errors="surrogateescape")
+    if len(name) <= 200:
+        return target.name
+    return f"{name[:180].decode(errors='ignore')}-{hashlib.sha256(name).hexdigest()[:16]}"

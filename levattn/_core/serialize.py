@@ -315,7 +315,9 @@ class StoredState(SharedState):
         OSError
             If it cannot be written.
         TypeError
-            As `to_bytes`.
+            As `to_bytes`, or if `path` is no path.
+        ValueError
+            If `path` is empty.
         """
         with replace_file(path) as stream:
             stream.write(self.to_bytes())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped
+from torch._C._functorch import get_unwrapped
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._C._functorch import is_legacy_batchedtensor as is_legacy_batched
@@ -65,11 +65,8 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     found = list(tensors)
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in found):
-        return True
     # reverse mode within forward mode hides a tangent below its wrappers
-    forward = any(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ())
-    return forward and any(map(is_wrapped, found))
+    return any(map(is_wrapped, found)) or any(forward_ad.unpack_dual(x).tangent is not None for x in found)
 
 
 def hidden_by(tensors: Iterable[Any]) -> str | None:

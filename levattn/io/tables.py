@@ -359,7 +359,7 @@ TEXTS = {".csv": ",", ".tsv": "\t"}
 _BLOCK_BYTES = 2**20  # of text that is parsed at a time, but at least some lines
 _PIECE_BYTES = 4 * _BLOCK_BYTES  # of text that is read at a time
 _LONGEST_LINE = 2**26
-_NOT_EMPTY = re.compile(rb"[^\r\n]")
+_BEGINNING = re.compile(rb"(?:\xef\xbb\xbf)?[\r\n]*")  # a mark of UTF-8, and empty lines
 # A field in quotes, the last perhaps without its closing quote; quotes within another field are plain characters
 _QUOTED = {
     suffix: re.compile(rb'(?:(?<=[%s\r\n])|\A)"(?:[^"]+|"")*(?:"|\Z)' % at.encode()) for suffix, at in TEXTS.items()
@@ -429,24 +429,30 @@ class _Text:
         """Yield pieces, without empty lines at both ends of the text, and whether a field has a newline in quotes."""
         # New memory would take longer than reading it.
         piece = bytearray(min(max(_PIECE_BYTES, self._block), self.size))
-        offset, begun, suffix = 0, False, self._path.suffix.lower()
+        offset, begun, empty, suffix = 0, False, False, self._path.suffix.lower()
         while offset < self.size:
             self._stream.seek(offset)  # others read the file in between
             length = self._stream.readinto(piece)  # type: ignore[attr-defined]  # of binary files
             check_size(self._path, self._stream, self.size)
+            first = 0 if begun else _BEGINNING.match(piece, 0, length).end()  # type: ignore[union-attr]  # of any text
             end, broken = _last_line(piece, length, suffix)
             if offset + length >= self.size:
-                end, offset = length, self.size
-                while end > 1 and piece[end - 1] in b"\r\n" and piece[end - 2] in b"\r\n":
-                    end -= 1
+                end = length
             elif end == 0:
                 raise ValueError(f"a line has {length} bytes or more, or no closing quote")
-            else:
-                offset += end
-            first = _NOT_EMPTY.search(piece, 0, end)
-            if first is not None:
-                yield memoryview(piece)[0 if begun else first.start() : end], broken
-                begun = True
+            text = end
+            while text > first and piece[text - 1] in b"\r\n":
+                text -= 1
+            if text == first:  # empty lines alone, which count if text follows them
+                offset, empty = offset + end, empty or begun
+                continue
+            if empty and len(self.schema.names) == 1:
+                yield memoryview(b"\n"), False
+            # empty lines behind the text are read again with what follows
+            end = min(end, text + (2 if piece[text : text + 2] == b"\r\n" else 1))
+            offset += end
+            yield memoryview(piece)[first:end], broken
+            begun, empty = True, False
 
 
 def _last_line(piece: bytearray, length: int, suffix: str) -> tuple[int, bool]:

@@ -6,7 +6,9 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ _CHECKPOINT_ROWS = 1 << 22
 class Checkpoint:
     """The file in which the passes save their progress, how often, and for which job."""
 
-    path: str | os.PathLike[str] | None  # of the file; None for no checkpoints
+    path: Path | None  # of the file, links followed; None for no checkpoints
     every: int  # rows from one to the next
     job: dict[str, Any]  # options that must be the same when the passes resume
 
@@ -47,19 +49,19 @@ class Checkpoint:
         elif path is None:
             raise ValueError(f"checkpoint_rows is {every!r} without checkpoint; expected the path of a file as well")
         every = whole_number("checkpoint_rows", every, what="a whole number of rows")
-        if path is not None:
-            checked_target(path, "checkpoint", write=True)  # else a long pass would end where it first writes
-        return cls(path, every, job)
+        # written to at once, else a long pass would end where it first writes
+        return cls(None if path is None else checked_target(path, "checkpoint", write=True), every, job)
 
     def tidy(self) -> None:
         """Remove the temporary files of a run that was killed while it wrote."""
         if self.path is not None:
-            remove_halves(checked_target(self.path, "checkpoint"))
+            remove_halves(self.path)
 
     def remove(self) -> None:
         """Remove the file when the work is done."""
         if self.path is not None:
-            checked_target(self.path, "checkpoint").unlink(missing_ok=True)
+            with suppress(OSError):  # the work is done
+                self.path.unlink()
 
 
 _VERSION = 3
@@ -233,12 +235,15 @@ def as_source(K: Any, name: str = "K") -> Source | None:
 def _returned(K: Callable[[], Any], name: str) -> Iterable[Any]:
     """Return the chunks that a function gives, or raise if it gives something else, as one array."""
     found = K()
-    chunks = isinstance(found, Iterable) and not isinstance(found, str | bytes | dict | os.PathLike)
-    if isinstance(found, KeySource) or (chunks and not is_torch(found) and not hasattr(found, "shape")):
-        return found  # type: ignore[no-any-return]
+    array = is_torch(found) or any(hasattr(found, name) for name in ("__array__", "__dlpack__", "tocsr"))
+    if not array and not isinstance(found, str | bytes | dict | os.PathLike):
+        with suppress(TypeError):
+            chunks: Iterator[Any] = iter(found)
+            return chunks
+    remedy = "Give an array itself, not a function of it" if array else "A function that yields chunks returns one"
     raise TypeError(
         f"{name}, the function {_function_name(K)}, returned {type(found).__name__}; expected an iterator of chunks, "
-        f"e.g. iter([K[:1000], K[1000:]]). Give one array itself, not a function of it"
+        f"e.g. iter([K[:1000], K[1000:]]). {remedy}"
     )
 
 
@@ -259,7 +264,7 @@ def _rows_from(chunks: Iterable[Any], start: int) -> Iterator[Any]:
     for chunk in chunks:
         if isinstance(chunk, list | tuple) and chunk and len(getattr(chunk[0], "shape", ())) > 1:
             raise TypeError(
-                f"K gave a chunk that is a {type(chunk).__name__} of arrays; expected an array (..., n, d). Data "
+                f"a chunk is a {type(chunk).__name__} of arrays; expected an array (..., n, d). Data "
                 "loaders give such groups: give the keys of each, e.g. lambda: (keys for keys, *_ in loader)"
             )
         if not start:
@@ -343,7 +348,7 @@ class _Run:
         if self._checkpoint.path is None:
             return 0
         self._checkpoint.tidy()
-        path = checked_target(self._checkpoint.path, "checkpoint")
+        path = self._checkpoint.path
         if not path.exists():
             return 0
         try:

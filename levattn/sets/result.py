@@ -475,6 +475,8 @@ class UniversalSet(ListedKeys):
 
         Raises
         ------
+        TypeError
+            If `path` is no path.
         ValueError
             If the name ends differently.
         OSError

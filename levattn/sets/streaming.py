@@ -186,6 +186,8 @@ class StreamedSet(ListedKeys):
 
         Raises
         ------
+        TypeError
+            If `path` is no path.
         ValueError
             If the name ends differently.
         OSError

@@ -29,7 +29,7 @@ from levattn.integrations.transformers.compression.slots import HeadSlots, held_
 KINDS = torch.float32, torch.float16, torch.bfloat16
 SUMS = 3e-6  # the error of sums in float32, of values of about 1
 ROUNDING = {torch.float32: 0.0, torch.float16: 1.01 * 2.0**-11, torch.bfloat16: 1.01 * 2.0**-8}  # of the output
-CHUNK = decode.CHUNK
+CHUNK = decode.TASK_KEYS
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Step:
         slots = [group.opened(torch.float64) for group in self.groups]
         K = torch.cat([X.double().abs().flatten(0, 2) for X in (self.near[0], *(group.keys for group in slots))])
         V = max(float(X.abs().max()) for X in (self.near[1], *(group.values for group in slots)))
-        return SUMS + 2 * (d / decode.LANES + 6) * 2.0**-24 * self.scale * float((K @ q).max()) * V
+        return SUMS + 2 * (d / decode.FLOATS + 6) * 2.0**-24 * self.scale * float((K @ q).max()) * V
 
 
 def drawn(
@@ -223,6 +223,31 @@ def test_numbers_that_are_not_finite_reach_their_rows() -> None:
     assert found[2:, [0, 1, 2, 3, 4, 6, 7]].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_at_the_end_of_the_range_of_half_precision_stay_finite(bits: int) -> None:
+    V = torch.full((1, 1, 4, 64), 65504.0).half()
+    V[..., ::2] *= -1
+    K = torch.zeros(1, 1, 4, 64).half()
+    K[0, 0, 0] = 1
+    group = HeadSlots((0,), K, V, None, torch.zeros(1, 1, 4, dtype=torch.int32)).coded(bits)
+    q, near = torch.full((1, 1, 1, 64), 10.0).half(), (torch.zeros(1, 1, 1, 64).half(),) * 2
+    found = Step(q, (group,), near, scale=1.0).run()
+    torch.testing.assert_close(found.float(), V[:, :, :1].float(), rtol=0.05, atol=0)
+    beyond = V.clone()
+    beyond[:, :, 0] *= 2
+    infinite = HeadSlots((0,), K, beyond, None, torch.zeros(1, 1, 4, dtype=torch.int32))
+    assert Step(q, (infinite,), near, scale=1.0).run().isinf().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_keys_that_nobody_sees_need_not_be_finite(softcap: float | None) -> None:
+    step = drawn((300, 40), 30, padded=True, softcap=softcap)
+    step.present[:, 3], step.groups[1].log_weight[:, :, 7] = False, -torch.inf
+    expected = step.run()
+    step.near[0][:, :, 3], step.groups[1].keys[:, :, 7] = torch.nan, torch.inf
+    assert torch.equal(step.run(), expected)
+
+
 def test_other_numbers_are_left_to_other_code() -> None:
     step = drawn((20,), 4)
     held, near = held_by_kernels(step.groups, torch.float32), (*step.near, None)
@@ -233,6 +258,8 @@ def test_other_numbers_are_left_to_other_code() -> None:
     with torch.no_grad():
         assert attended_token(leaf, held, near, 1.0, None) is not None
     for q in (step.q.half(), step.q[..., ::2], step.q[:1]):
+        assert attended_token(q, held, near, 1.0, None) is None
+    for q in (torch._neg_view(step.q), torch._efficientzerotensor(step.q.shape)):  # which have no such memory
         assert attended_token(q, held, near, 1.0, None) is None
     inside = torch.func.vmap(lambda q: torch.zeros(1) * (attended_token(q, held, near, 1.0, None) is None))
     inside(step.q[None])

@@ -308,9 +308,30 @@ def test_a_newline_in_quotes_where_a_piece_ends_is_no_row(tmp_path: Path, shift:
     assert not (K == 7.5).any()
 
 
+@pytest.mark.parametrize("empty", [1, 2, 3, 4 * 2**20 + 1])
+@pytest.mark.parametrize("shift", [-3, -2, -1, 0, 1, 2])
+def test_empty_lines_where_a_piece_ends(tmp_path: Path, empty: int, shift: int) -> None:
+    path, piece = tmp_path / "keys.csv", 4 * 2**20
+    rows = (piece - 8) // 4
+    begin = "n0\n" + ".55\n" * rows
+    begin += f"0.{'5' * (piece - len(begin) - 3 + shift)}\n"
+    path.write_text(begin + "\n" * empty)
+    assert open_keys(path).shape == (rows + 1, 1)
+    path.write_text(begin + "\n" * empty + "1.5\n")
+    refused("nulls, the first in row", path)
+    path.write_text(begin.replace("\n", ",.5\n").replace("n0,.5", "n0,n1") + "\n" * empty + "1.5,2.5\n")
+    assert open_keys(path).shape == (rows + 2, 2)
+
+
 def test_an_empty_line_is_a_null_where_there_is_one_column(tmp_path: Path) -> None:
     path = tmp_path / "keys.csv"
-    for text in ("\n\na\n1.5\n2.5", "a\n1.5\n2.5\n\n\n", "1.5\r\n2.5\r\n\r\n"):
+    for text in (
+        "\ufeff\n\na\n1.5\n2.5",
+        "\ufeffa\n1.5\n2.5",
+        "\n\na\n1.5\n2.5",
+        "a\n1.5\n2.5\n\n\n",
+        "1.5\r\n2.5\r\n\r\n",
+    ):
         path.write_text(text, newline="")
         check(open_keys(path), np.array([[1.5], [2.5]]))
     for text in ("a\n1.5\n\n2.5\n", "1.5\n\n2.5\n", "a\n\n1.5\n"):

@@ -5,6 +5,7 @@ Inside: chunks are made small, and failures are planted within a pass.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -327,6 +328,8 @@ def test_objects_and_functions() -> None:
         lambda: list(parts.values()),
         lambda: (part.tolist() for part in parts.values() if len(part)),
         overwritten,
+        lambda: Indexed([*parts.values()]),
+        lambda: Shaped(parts.values()),
     )
     for asked in (EPSILON, 11):
         expected = find(Chunks(K), asked)
@@ -615,6 +618,23 @@ def test_a_checkpoint_behind_a_link_is_removed_and_the_link_stays(tmp_path: Path
     assert [*tmp_path.iterdir()] == [link]
 
 
+def test_a_checkpoint_whose_folder_is_gone_costs_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+
+    def keys() -> Iterator[Any]:
+        yield K0[:3000]
+        os.chdir(tmp_path)
+        (tmp_path / "folder" / "keys.bin").unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (tmp_path / "folder").rmdir()
+        yield K0[3000:]
+
+    found = find(keys, EPSILON, checkpoint="keys.bin", checkpoint_rows=10**7)
+    assert_same(found, find(Chunks(K0), EPSILON))
+    assert not [*tmp_path.iterdir()]
+
+
 @in_each_pass
 def test_checkpoints_of_another_run_are_refused(path: Path, rows: int) -> None:
     before = left_at(path, K0, rows)
@@ -697,6 +717,28 @@ def test_a_checkpoint_that_cannot_be_written(path: Path, monkeypatch: pytest.Mon
         find(Chunks(K0), EPSILON, checkpoint=path, checkpoint_rows=1)
     assert path.read_bytes() == before
     assert [*path.parent.iterdir()] == [path]
+
+
+class Indexed:
+    """Chunks by number, without `__iter__`."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._chunks = chunks
+
+    def __getitem__(self, number: int) -> Any:
+        return self._chunks[number]
+
+
+class Shaped:
+    """Chunks of an object that tells the shape of all of them."""
+
+    shape = (N, 8)
+
+    def __init__(self, chunks: Any) -> None:
+        self._chunks = chunks
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._chunks)
 
 
 class Unread:

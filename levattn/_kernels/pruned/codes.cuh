@@ -1,4 +1,4 @@
-// Numbers of few bits; see levattn/_kernels/codes.py. An entry is m + b (l + h z) of a code z, in the format of its row.
+// Numbers of few bits; see codes.py. An entry is m + b (l + h z) of a code z, in the format of its row.
 
 namespace {
 

@@ -1,6 +1,7 @@
 """Decode steps over a compressed cache in main memory: one token attends to slots and to the tokens after them.
 
-Nothing is copied or opened as a whole: kernels read slots, or their codes, and later tokens where they lie.
+Nothing is copied or opened as a whole: kernels read slots, or their codes, and later tokens where they lie. (Slots of
+another dtype than the token, as autocast has them, are converted before.)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from levattn._kernels.tasks import share
 _OPENED = 4  # multiply-adds in the time that a number takes to be opened
 
 # keys, values, log-weights or None, and numbers of heads
-Group = tuple[Any, Any, Any, tuple[int, ...]]
+HeldGroup = tuple[Any, Any, Any, tuple[int, ...]]
 
 
 class HeldRows:
@@ -30,7 +31,7 @@ class HeldRows:
     Slots do not change, but their tensors may move: libraries that share memory between processes do that.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[HeldGroup]) -> None:
         """Describe slots, whose arrays have contiguous last axes, and whose codes have no gaps."""
         self.groups = groups
         self.heads = np.array([head for *_, own in groups for head in own], np.int64)
@@ -54,7 +55,7 @@ class HeldRows:
         return _pointers(self.groups), np.array(table, np.int64)
 
 
-def _pointers(groups: Sequence[Group]) -> list[int]:
+def _pointers(groups: Sequence[HeldGroup]) -> list[int]:
     """Return the addresses of all arrays."""
     found = []
     for group in groups:
@@ -75,10 +76,10 @@ def _described(rows: Any) -> list[int]:
     """Return the description of rows or codes (B, G, s, d) that compiled code reads."""
     if not isinstance(rows, Codes):
         found = [FORMATS.index(str(rows.dtype).rpartition(".")[2]), rows.data_ptr(), *_steps(rows)[:3], rows.shape[3]]
-        return found + [0] * (decode.ROWS - len(found))
+        return found + [0] * (decode.ROW_WORDS - len(found))
     at = [0 if array is None else array.data_ptr() for array in rows[:5]]
     s, width, blocks = rows.shape[2], rows.codes.shape[-1], rows.lows.shape[-1]
-    return [decode.CODES, at[0], 0, s, 0, rows.width, rows.bits, width, at[1], at[2], blocks, at[3], at[4]]
+    return [decode.AS_CODES, at[0], 0, s, 0, rows.width, rows.bits, width, at[1], at[2], blocks, at[3], at[4]]
 
 
 def attend_token(q: Any, slots: HeldRows, near: tuple[Any, Any, Any], scale: float, softcap: float | None) -> Any:
@@ -92,9 +93,9 @@ def attend_token(q: Any, slots: HeldRows, near: tuple[Any, Any, Any], scale: flo
     keys, values, present = near
     (B, H, _, d), (G, t), D = q.shape, keys.shape[1:3], values.shape[3]
     sharing, table = H // G, slots.table()
-    whole = -(-D // decode.LANES) * decode.LANES
-    chunks = -(-table[:, decode.SLOTS] // decode.CHUNK) + -(-t // decode.CHUNK)
-    ends = np.cumsum(B * table[:, decode.HEADS] * chunks)
+    whole = -(-D // decode.FLOATS) * decode.FLOATS
+    chunks = -(-table[:, decode.SLOT_COUNT] // decode.TASK_KEYS) + -(-t // decode.TASK_KEYS)
+    ends = np.cumsum(B * table[:, decode.HEAD_COUNT] * chunks)
     table[1:, decode.FIRST_TASK], tasks = ends[:-1], int(ends[-1])
     out = np.empty((B, H, D), np.float32)
     there = [0, 0, 0] if present is None else [present.data_ptr(), *_steps(present)]

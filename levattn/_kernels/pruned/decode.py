@@ -8,69 +8,69 @@ from __future__ import annotations
 
 import numpy as np
 
-from levattn._kernels.codes import open_row
 from levattn._kernels.jit import STATE_VECTORS, VECTOR_BYTES, helper, jit
 from levattn._kernels.llvm import address, as_pointer, smaller
-from levattn._kernels.pruned.simd import bounded, exponentials, product_tile, raised, value_tile
+from levattn._kernels.pruned.codes import open_row
+from levattn._kernels.pruned.simd import bounded_logits, exponentials, key_tile, raised, value_tile
 from levattn._kernels.rows.compiled import FORMATS, read_row
 from levattn._kernels.scratch import empty, fill, zeros
 
-CHUNK = 256  # keys of a task
-TOGETHER = 4  # rows of a tile
+TASK_KEYS = 256  # keys of a task
+_TOGETHER = 4  # rows of a tile
 _BLOCK = 32  # keys that are opened at a time
 _SINGLE = FORMATS.index("float32")
-CODES = len(FORMATS)  # the format of codes
+AS_CODES = len(FORMATS)  # the format of codes
 
 # The places in the description of rows; a step is in bytes, from one sequence, head or row to the next
-FORMAT, AT, OF_SEQUENCE, OF_HEAD, OF_ROW, COLUMNS = range(6)
-BITS, WIDTH, LOWS, STEPS, BLOCKS, DIVISORS, MEANS = range(6, 13)
-ROWS = 13  # the length of a description
+_FORMAT, _AT, _OF_SEQUENCE, _OF_HEAD, _OF_ROW, _COLUMNS = range(6)
+_BITS, _WIDTH, _LOWS, _STEPS, _BLOCKS, _DIVISORS, _MEANS = range(6, 13)
+ROW_WORDS = 13  # the length of a description
 # Those in the description of slots, after their keys and values
 (
-    WEIGHTS, WEIGHTS_OF_SEQUENCE, WEIGHTS_OF_HEAD, SEQUENCES, HEADS, SLOTS, FIRST_HEAD, FIRST_TASK,
-) = range(2 * ROWS, 2 * ROWS + 8)  # fmt: skip
+    _WEIGHTS, _WEIGHTS_OF_SEQUENCE, _WEIGHTS_OF_HEAD, _SEQUENCES, HEAD_COUNT, SLOT_COUNT, _FIRST_HEAD, FIRST_TASK,
+) = range(2 * ROW_WORDS, 2 * ROW_WORDS + 8)  # fmt: skip
 # Those in the description of a call, after later keys and values
 (
-    QUERIES, QUERY_FORMAT, QUERIES_OF_SEQUENCE, QUERIES_OF_HEAD, SHARING, LATER,
-    PRESENT, PRESENT_OF_SEQUENCE, PRESENT_OF_ROW,
-) = range(2 * ROWS, 2 * ROWS + 9)  # fmt: skip
-LANES = VECTOR_BYTES // 4  # numbers of a vector
+    _QUERIES, _QUERY_FORMAT, _QUERIES_OF_SEQUENCE, _QUERIES_OF_HEAD, _SHARING, _LATER,
+    _PRESENT, _PRESENT_OF_SEQUENCE, _PRESENT_OF_ROW,
+) = range(2 * ROW_WORDS, 2 * ROW_WORDS + 9)  # fmt: skip
+FLOATS = VECTOR_BYTES // 4  # numbers of a vector
 
 
 @helper
 def _whole(n):
     """Return n numbers of float32, in whole vectors."""
-    return (n + LANES - 1) // LANES * LANES
+    return (n + FLOATS - 1) // FLOATS * FLOATS
 
 
 @helper
 def _products(like, rows, q_at, q_step, x_at, x_step, n, vectors, to_at, to_step):
     """Write the products of rows with n keys; `rows`: 1, 2, or a multiple of 4."""
-    for i in range(0, rows, TOGETHER):
+    for i in range(0, rows, _TOGETHER):
         q, to, j = q_at + i * q_step, to_at + i * to_step, 0
         while j < n:
             x, out, four = x_at + j * x_step, to + 4 * j, j + 4 <= n
             if rows == 1:
                 if four:
-                    product_tile(like, 1, 4, q, q_step, x, x_step, vectors, out, to_step)
+                    key_tile(like, 1, 4, q, q_step, x, x_step, vectors, out, to_step)
                 else:
-                    product_tile(like, 1, 1, q, q_step, x, x_step, vectors, out, to_step)
+                    key_tile(like, 1, 1, q, q_step, x, x_step, vectors, out, to_step)
             elif rows == 2:
                 if four:
-                    product_tile(like, 2, 4, q, q_step, x, x_step, vectors, out, to_step)
+                    key_tile(like, 2, 4, q, q_step, x, x_step, vectors, out, to_step)
                 else:
-                    product_tile(like, 2, 1, q, q_step, x, x_step, vectors, out, to_step)
+                    key_tile(like, 2, 1, q, q_step, x, x_step, vectors, out, to_step)
             elif four:
-                product_tile(like, 4, 4, q, q_step, x, x_step, vectors, out, to_step)
+                key_tile(like, 4, 4, q, q_step, x, x_step, vectors, out, to_step)
             else:
-                product_tile(like, 4, 1, q, q_step, x, x_step, vectors, out, to_step)
+                key_tile(like, 4, 1, q, q_step, x, x_step, vectors, out, to_step)
             j += 4 if four else 1
 
 
 @helper
 def _add_values(like, rows, p_at, p_step, x_at, x_step, n, vectors, to_at, to_step):
     """Add the products of weights with n rows of values; `rows`: 1, 2, or a multiple of 4."""
-    for i in range(0, rows, TOGETHER):
+    for i in range(0, rows, _TOGETHER):
         p, column = p_at + i * p_step, 0
         while column < vectors:
             x, to = x_at + column * VECTOR_BYTES, to_at + i * to_step + column * VECTOR_BYTES
@@ -98,49 +98,49 @@ def _rows_at(like, part, item, sequence, head, low, n, room):
 
     `part`: the description of rows. `item`: the number of the head among all of its group's sequences.
     """
-    format, columns = part[FORMAT], part[COLUMNS]
-    if format == CODES:
-        rows, at, step = part[OF_HEAD], address(room), 4 * room.shape[1]
-        size, divisors = 2 * part[BLOCKS], part[DIVISORS]
-        means = part[MEANS]
+    format, columns = part[_FORMAT], part[_COLUMNS]
+    if format == AS_CODES:
+        rows, at, step = part[_OF_HEAD], address(room), 4 * room.shape[1]
+        size, divisors = 2 * part[_BLOCKS], part[_DIVISORS]
+        means = part[_MEANS]
         if divisors:
             divisors, means = divisors + 4 * columns * item, means + 4 * columns * item
         for i in range(n):
             row = item * rows + low + i
-            codes = part[AT] + part[WIDTH] * row
-            lows, steps = part[LOWS] + size * row, part[STEPS] + size * row
+            codes = part[_AT] + part[_WIDTH] * row
+            lows, steps = part[_LOWS] + size * row, part[_STEPS] + size * row
             open_row(
                 like,
-                part[BITS],
+                part[_BITS],
                 codes,
-                part[WIDTH],
+                part[_WIDTH],
                 lows,
                 steps,
-                part[BLOCKS],
+                part[_BLOCKS],
                 columns,
                 divisors,
                 means,
                 at + step * i,
             )
         return at, step
-    source = part[AT] + sequence * part[OF_SEQUENCE] + head * part[OF_HEAD] + low * part[OF_ROW]
+    source = part[_AT] + sequence * part[_OF_SEQUENCE] + head * part[_OF_HEAD] + low * part[_OF_ROW]
     if format == _SINGLE and columns * 4 % VECTOR_BYTES == 0:
-        return source, part[OF_ROW]
+        return source, part[_OF_ROW]
     size = 4 if format == _SINGLE else 2
     for i in range(n):
-        read_row(like, format, source + i * part[OF_ROW], size, columns, address(room) + 4 * room.shape[1] * i)
+        read_row(like, format, source + i * part[_OF_ROW], size, columns, address(room) + 4 * room.shape[1] * i)
     return address(room), 4 * room.shape[1]
 
 
 @helper
 def _chunks(n):
-    return (n + CHUNK - 1) // CHUNK
+    return (n + TASK_KEYS - 1) // TASK_KEYS
 
 
 @helper
 def _rows_of(sharing):
     """Return the rows of tiles for so many query heads that share keys."""
-    return sharing if sharing <= 2 else (sharing + TOGETHER - 1) // TOGETHER * TOGETHER
+    return sharing if sharing <= 2 else (sharing + _TOGETHER - 1) // _TOGETHER * _TOGETHER
 
 
 @helper
@@ -149,18 +149,18 @@ def _biases(call, group, slots, item, sequence, low, n, bias):
     count = _whole(n)
     fill(bias, address(bias), n, 0.0)
     fill(bias, address(bias) + 4 * n, count - n, -np.inf)
-    if slots and group[WEIGHTS]:
-        head = item - sequence * group[HEADS]
-        at = group[WEIGHTS] + sequence * group[WEIGHTS_OF_SEQUENCE] + head * group[WEIGHTS_OF_HEAD] + 4 * low
+    if slots and group[_WEIGHTS]:
+        head = item - sequence * group[HEAD_COUNT]
+        at = group[_WEIGHTS] + sequence * group[_WEIGHTS_OF_SEQUENCE] + head * group[_WEIGHTS_OF_HEAD] + 4 * low
         weights = as_pointer(at, bias)
         for i in range(n):
             bias[i] = weights[i]
-    elif not slots and call[PRESENT]:
-        at = call[PRESENT] + sequence * call[PRESENT_OF_SEQUENCE] + low * call[PRESENT_OF_ROW]
+    elif not slots and call[_PRESENT]:
+        at = call[_PRESENT] + sequence * call[_PRESENT_OF_SEQUENCE] + low * call[_PRESENT_OF_ROW]
         present = as_pointer(at, np.uint8(0))
         for i in range(n):
-            own = low + i == call[LATER] - 1  # the token itself always counts
-            bias[i] = 0.0 if present[i * call[PRESENT_OF_ROW]] or own else -np.inf
+            own = low + i == call[_LATER] - 1  # the token itself always counts
+            bias[i] = 0.0 if present[i * call[_PRESENT_OF_ROW]] or own else -np.inf
 
 
 @jit
@@ -170,41 +170,44 @@ def token_tasks(parts, groups, call, heads, scale, bound, first, last):
     `parts`: (tasks, rows, 2 + columns of values in whole vectors) float32. `groups`: their descriptions.
     `heads`: the numbers of their heads. `bound`: of logits, or 0.
     """
-    sharing, wide = call[SHARING], parts.shape[2] - 2
-    rows, deep = _rows_of(sharing), _whole(call[COLUMNS])
+    sharing, wide = call[_SHARING], parts.shape[2] - 2
+    rows, deep = _rows_of(sharing), _whole(call[_COLUMNS])
     # zeros behind the columns of keys stay
     keys, values, q = zeros(parts, (_BLOCK, deep)), zeros(parts, (_BLOCK, wide)), zeros(parts, (rows, deep))
-    logits, bias, sums = empty(parts, (rows, CHUNK)), empty(parts, (CHUNK,)), empty(parts, (rows, wide))
+    logits, bias, sums = empty(parts, (rows, TASK_KEYS)), empty(parts, (TASK_KEYS,)), empty(parts, (rows, wide))
     k = 0
     for task in range(first, last):
         while k + 1 < len(groups) and task >= groups[k + 1, FIRST_TASK]:
             k += 1
         group = groups[k]
-        far = _chunks(group[SLOTS])
-        item, chunk = divmod(task - group[FIRST_TASK], far + _chunks(call[LATER]))
+        far = _chunks(group[SLOT_COUNT])
+        item, chunk = divmod(task - group[FIRST_TASK], far + _chunks(call[_LATER]))
         slots = chunk < far
-        sequence, place = divmod(item, group[HEADS])
-        own = heads[group[FIRST_HEAD] + place]  # the number of the head in the model
-        part, head, low = (group, place, chunk * CHUNK) if slots else (call, own, (chunk - far) * CHUNK)
-        n = smaller(CHUNK, (group[SLOTS] if slots else call[LATER]) - low)
+        sequence, place = divmod(item, group[HEAD_COUNT])
+        own = heads[group[_FIRST_HEAD] + place]  # the number of the head in the model
+        part, head, low = (group, place, chunk * TASK_KEYS) if slots else (call, own, (chunk - far) * TASK_KEYS)
+        n = smaller(TASK_KEYS, (group[SLOT_COUNT] if slots else call[_LATER]) - low)
         for i in range(sharing):
-            at = call[QUERIES] + sequence * call[QUERIES_OF_SEQUENCE] + (own * sharing + i) * call[QUERIES_OF_HEAD]
-            size = 4 if call[QUERY_FORMAT] == _SINGLE else 2
-            read_row(parts, call[QUERY_FORMAT], at, size, call[COLUMNS], address(q) + 4 * deep * i)
+            at = call[_QUERIES] + sequence * call[_QUERIES_OF_SEQUENCE] + (own * sharing + i) * call[_QUERIES_OF_HEAD]
+            size = 4 if call[_QUERY_FORMAT] == _SINGLE else 2
+            read_row(parts, call[_QUERY_FORMAT], at, size, call[_COLUMNS], address(q) + 4 * deep * i)
             for c in range(deep):
                 q[i, c] *= scale
         for i in range(0, n, _BLOCK):
             here = smaller(_BLOCK, n - i)
-            x, step = _rows_at(parts, part[:ROWS], item, sequence, head, low + i, here, keys)
+            x, step = _rows_at(parts, part[:ROW_WORDS], item, sequence, head, low + i, here, keys)
             to = address(logits) + 4 * i
-            _products(parts, rows, address(q), 4 * deep, x, step, here, deep // LANES, to, 4 * CHUNK)
+            _products(parts, rows, address(q), 4 * deep, x, step, here, deep // FLOATS, to, 4 * TASK_KEYS)
         _biases(call, group, slots, item, sequence, low, n, bias)
-        count = _whole(n) // LANES
+        count = _whole(n) // FLOATS
         for i in range(sharing):
-            row = address(logits) + 4 * CHUNK * i
+            row = address(logits) + 4 * TASK_KEYS * i
             fill(parts, row + 4 * n, _whole(n) - n, 0.0)
             if bound > 0:
-                bounded(parts, row, bound, count)
+                bounded_logits(parts, row, bound, count)
+            for c in range(n):
+                if bias[c] == -np.inf:  # a key that nobody sees may be NaN
+                    logits[i, c] = 0
             top = raised(parts, row, address(bias), count)
             parts[task, i, 0] = top
             parts[task, i, 1] = exponentials(parts, row, parts.dtype.type(0) if top == -np.inf else top, count)
@@ -212,9 +215,9 @@ def token_tasks(parts, groups, call, heads, scale, bound, first, last):
             fill(parts, address(sums) + 4 * wide * i, wide, 0.0)
         for i in range(0, n, _BLOCK):
             here = smaller(_BLOCK, n - i)
-            x, step = _rows_at(parts, part[ROWS : 2 * ROWS], item, sequence, head, low + i, here, values)
+            x, step = _rows_at(parts, part[ROW_WORDS : 2 * ROW_WORDS], item, sequence, head, low + i, here, values)
             p = address(logits) + 4 * i
-            _add_values(parts, rows, p, 4 * CHUNK, x, step, here, wide // LANES, address(sums), 4 * wide)
+            _add_values(parts, rows, p, 4 * TASK_KEYS, x, step, here, wide // FLOATS, address(sums), 4 * wide)
         for i in range(sharing):
             for c in range(wide):
                 parts[task, i, 2 + c] = sums[i, c]
@@ -223,13 +226,13 @@ def token_tasks(parts, groups, call, heads, scale, bound, first, last):
 @jit
 def join_chunks(parts, groups, call, heads, out):
     """Write the outputs (B, H, D) of the parts of all chunks, in float32."""
-    sharing = call[SHARING]
+    sharing = call[_SHARING]
     total = empty(parts, (parts.shape[2] - 2,))
     for k in range(len(groups)):
         group = groups[k]
-        count = _chunks(group[SLOTS]) + _chunks(call[LATER])
-        for item in range(group[SEQUENCES] * group[HEADS]):
-            sequence, place = divmod(item, group[HEADS])
+        count = _chunks(group[SLOT_COUNT]) + _chunks(call[_LATER])
+        for item in range(group[_SEQUENCES] * group[HEAD_COUNT]):
+            sequence, place = divmod(item, group[HEAD_COUNT])
             begin = group[FIRST_TASK] + item * count
             for i in range(sharing):
                 top = parts[begin, i, 0]
@@ -243,6 +246,6 @@ def join_chunks(parts, groups, call, heads, out):
                     weight += factor * parts[begin + j, i, 1]
                     for c in range(len(total)):
                         total[c] += factor * parts[begin + j, i, 2 + c]
-                row = out[sequence, heads[group[FIRST_HEAD] + place] * sharing + i]
+                row = out[sequence, heads[group[_FIRST_HEAD] + place] * sharing + i]
                 for c in range(len(row)):
                     row[c] = total[c] / weight

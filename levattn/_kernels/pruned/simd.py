@@ -78,7 +78,7 @@ def square_tile(v, like, rows, vectors, x, other, step, n, to, to_step):
 
 
 @vector_code(literals="rows keys")
-def product_tile(v, like, rows, keys, q_at, q_step, x_at, x_step, vectors, to_at, to_step):
+def key_tile(v, like, rows, keys, q_at, q_step, x_at, x_step, vectors, to_at, to_step):
     """Write the products of `rows` rows with 1 or 4 keys, whole vectors, side by side."""
     b, step = v.b, integer(v.size * v.count)
 
@@ -143,7 +143,7 @@ def value_tile(v, like, rows, vectors, p_at, p_step, x_at, x_step, n, to_at, to_
 
 
 @vector_code(numbers="bound")
-def bounded(v, like, x, bound, vectors):
+def bounded_logits(v, like, x, bound, vectors):
     """Replace the numbers x of a row by ``c tanh(x / c)``, where c is the bound."""
     b, c = v.b, v.splat(bound)
     with v.each(vectors) as at:
@@ -354,3 +354,46 @@ def length_squared(v, like, x, vectors):
         value = v.load(x, at)
         b.store(fma(b, value, value, b.load(total)), total)
     return across(b, b.load(total), "sum")
+
+
+@vector_code(numbers="low step", literals="half scaled")
+def open_span(v, like, half, scaled, source, n, low, step, divisors, means, to):
+    """Write ``m + b (low + step z)`` for n codes z, or ``low + step z`` if not `scaled`.
+
+    A code is a byte, or its lower (1) or its upper `half` (2).
+    """
+    b, whole = v.b, v.b.and_(n, integer(-v.count))
+    codes = pointer(b, source, ir.IntType(8))
+    for lanes, first, last in ((v.count, integer(0), whole), (1, whole, n)):
+
+        def alike(kind, lanes=lanes):
+            return ir.VectorType(kind, lanes) if lanes > 1 else kind
+
+        def constant(value, lanes=lanes):
+            kind = ir.IntType(8)
+            return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes) if lanes > 1 else ir.Constant(kind, value)
+
+        with rolled(b, first, last, lanes) as i:
+
+            def read(base, i=i, alike=alike):
+                return load(b, b.gep(v.pointer(base), [i]), alike(v.scalar), v.size)
+
+            code = load(b, b.gep(codes, [i]), alike(ir.IntType(8)), 1)
+            if half == 1:
+                code = b.and_(code, constant(15))
+            elif half == 2:
+                code = b.lshr(code, constant(4))
+            z = b.sitofp(b.zext(code, alike(ir.IntType(32))), alike(v.scalar))
+            at, each = (splat(b, x, lanes) if lanes > 1 else x for x in (low, step))
+            value = fma(b, each, z, at)
+            if scaled:
+                value = fma(b, read(divisors), value, read(means))
+            store(b, value, b.gep(v.pointer(to), [i]), v.size)
+
+
+@vector_code(returns="number")
+def bfloat16_at(v, like, at):
+    """Return the bfloat16 number at an address."""
+    b = v.b
+    word = b.zext(load(b, pointer(b, at, ir.IntType(16)), ir.IntType(16), 2), ir.IntType(32))
+    return b.bitcast(b.shl(word, ir.Constant(ir.IntType(32), 16)), ir.FloatType())

@@ -43,7 +43,7 @@ from levattn._kernels.tensors import (
     tensor_of,
 )
 
-_DECODED = (torch.float32, torch.float16, torch.bfloat16)  # formats of `attended_token`
+DECODED = (torch.float32, torch.float16, torch.bfloat16)  # formats of `attended_token`
 
 
 def on_memory(name: str, *given: Any) -> Any:
@@ -277,7 +277,7 @@ def held_slots(
     codes = [x for group in slots for rows in group[:2] if isinstance(rows, Codes) for x in rows.arrays]
     weights = [group[2] for group in slots if group[2] is not None]
     every = [*numbers, *codes, *weights]
-    if kind not in _DECODED or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
+    if kind not in DECODED or any(x.dtype != kind or x.stride(-1) != 1 for x in numbers):
         return None
     if any(x.dtype != torch.float32 or x.stride(-1) != 1 for x in weights):
         return None
@@ -285,7 +285,7 @@ def held_slots(
         return None
     if every[0].is_cpu:
         plain = in_plain_memory(tuple(every)) and all(x.is_contiguous() for x in codes)
-        return HeldRows(slots) if plain else None
+        return HeldRows(slots) if plain and not any(x.is_neg() or x._is_zerotensor() for x in every) else None
     if not are_plain_on_device((*numbers, *weights)):
         return None
     if not _are_read_as_codes(codes):
@@ -319,8 +319,15 @@ def _attended_in_memory(
         return None
     if near[2] is not None:
         near = *near[:2], near[2].expand(len(q), -1)  # of one sequence, for all
-    found = cpu_decode.attend_token(q, slots, near, scale, softcap)
-    return torch.from_numpy(found)[:, :, None].to(kind)
+    if any(x.is_neg() or x._is_zerotensor() for x in given):  # whose numbers are not in memory
+        return None
+    found = torch.from_numpy(cpu_decode.attend_token(q, slots, near, scale, softcap))
+    if (
+        kind == torch.float16
+    ):  # codes stand for no number beyond its range, but half a step beyond when they are opened
+        most = torch.finfo(kind).max
+        found = torch.where(found.isinf(), found, found.clamp(-most, most))
+    return found[:, :, None].to(kind)
 
 
 def _fit(near: tuple[Any, Any, Any], B: int, device: Any) -> bool:
@@ -357,7 +364,7 @@ def _attended_on_device(
 @where_arrays_are
 def opened_codes(coded: Codes, dtype: Any) -> Any:
     """Return rows (..., s, d) of codes by a kernel of a device, or None where it does not run."""
-    if dtype not in _DECODED or not math.prod(coded.shape) or not _are_read_as_codes(coded.arrays):
+    if dtype not in DECODED or not math.prod(coded.shape) or not _are_read_as_codes(coded.arrays):
         return None
     if torch.cuda.is_current_stream_capturing():
         return None

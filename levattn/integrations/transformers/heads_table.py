@@ -103,8 +103,12 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
 
         Raises
         ------
+        TypeError
+            If `path` is no path.
         ValueError
-            As for `to_dict`; then nothing is written.
+            As for `to_dict`, or if `path` is empty; then nothing is written.
+        OSError
+            If the file cannot be written.
         """
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())

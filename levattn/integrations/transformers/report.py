@@ -166,6 +166,13 @@ class PruneReport(HeadsTable):
         ----------
         path : path-like
             The file.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `path` is no path, or empty.
+        OSError
+            If the file cannot be written.
         """
         with replace_file(path) as stream:
             stream.write(json.dumps(self.to_dict(), indent=1, allow_nan=False).encode())

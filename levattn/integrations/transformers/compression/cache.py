@@ -389,6 +389,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         ------
         ValueError
             If the model that made the cache was deleted or changed, or a call failed between two layers.
+        TypeError
+            If `path` is no path.
+        OSError
+            If the file cannot be written.
         ImportError
             If safetensors is not installed.
         """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from levattn._kernels.codes import open_rows
+from levattn._kernels.pruned.codes import open_rows
 from levattn._kernels.pruned.cuda_decode import Codes
 from levattn._kernels.pruned.torch import opened_codes
 from levattn._kernels.tensors import in_plain_memory, memory_of

@@ -223,7 +223,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         self.fresh = 0  # positions of the chunk that is being read
         self.renewal: Renewal | None = None
         self.is_initialized = True
-        self._held: Any = None  # groups, a dtype, and these slots as kernels read them, or None
+        self._held: Any = None  # groups, a dtype, and these slots as kernels read them
 
     @property
     def length(self) -> int:
@@ -286,10 +286,11 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         return attended(q, tuple(group.opened(kind) for group in self.groups), tail, after, scale, softcap)
 
     def _held_by_kernels(self, dtype: Any) -> Any:
-        """Return the slots as kernels read them for each token, or None if they do not."""
+        """Return the slots as kernels read them for each token, or None if they do not now."""
         if self._held is None or self._held[0] is not self.groups or self._held[1] != dtype:
-            self._held = self.groups, dtype, held_by_kernels(self.groups, dtype)
-        return self._held[2]
+            found = held_by_kernels(self.groups, dtype)
+            self._held = None if found is None else (self.groups, dtype, found)
+        return None if self._held is None else self._held[2]
 
     def _padding_after(self, layer: str, mask: Any, rows: int, length: int) -> Any:
         """Return which of the positions after the slots are no padding, (B, length) bool, or None for all."""
@@ -318,11 +319,12 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
             return  # a call failed before it asked, or a backward pass will read the tail
         with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast(tail[0].device.type, enabled=False):
             self.groups, self.present = renewal.renewed(self.groups, tail, self.present)
+            self._held = None
         self.tail = Tail()
 
     def keep(self, groups: tuple[HeadSlots, ...], present: Any) -> None:
         """Add the chunk that was read to the context, which has these slots from now on; present: of all of it."""
-        self.groups, self.present, self.fresh = groups, present, 0
+        self.groups, self.present, self.fresh, self._held = groups, present, 0, None
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate nothing: arrays grow as positions come."""
@@ -364,7 +366,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         rows = torch.as_tensor(indices)
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
-        self.groups = tuple(group.of_sequences(rows) for group in self.groups)
+        self.groups, self._held = tuple(group.of_sequences(rows) for group in self.groups), None
         self.present = self.present[rows.to(self.present.device)]
         self._change(self.tail.length, rows)
 

@@ -17,7 +17,7 @@ from levattn._core.checks import check_type
 from levattn._core.device import where_arrays_are
 from levattn._kernels.pruned import Summaries, mapped
 from levattn._kernels.pruned.fused import SCALES, attended_slots
-from levattn._kernels.pruned.torch import attended_token, held_slots
+from levattn._kernels.pruned.torch import DECODED, attended_token, held_slots
 from levattn._kernels.tensors import memory_of, tensor_of
 from levattn.attention.arguments import device_of, namespace_of
 from levattn.attention.pruned import choice
@@ -412,6 +412,8 @@ def attended(
 
 def held_by_kernels(groups: tuple[HeadSlots, ...], dtype: Any) -> Any:
     """Return slots as the kernels for a token of this dtype read them, or None if they do not."""
+    if dtype not in DECODED:
+        return None
     there = _on_device(groups[0].keys)
     parts = [(*(_as_stored(rows, dtype, there) for rows in (group.keys, group.values)), group) for group in groups]
     if any(part is None for keys, values, _ in parts for part in (keys, values)):
