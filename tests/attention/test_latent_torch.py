@@ -165,3 +165,25 @@ def test_a_window_is_attention_of_torch_with_a_dense_mask(T: int, window: int) -
     torch.testing.assert_close(window_attention(q, k, V, window=window), other, atol=1e-5, rtol=0)
     numbers = window_attention(q.numpy(), k.numpy(), V.numpy(), window=window)
     np.testing.assert_allclose(numbers, other.numpy(), atol=1e-5)
+
+
+def test_forward_mode_over_others_reaches_a_window() -> None:
+    """Also where a wrapper of torch.func hides the tangent from torch's fused kernels, which have no such mode."""
+    q, k, V = torch.randn((3, 1, 9, 4), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def total(q: Any) -> Any:
+        return window_attention(q, k, V, 3).square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.autograd.functional.hessian(total, q)
+    torch.testing.assert_close(torch.func.hessian(total)(q), expected, rtol=0, atol=1e-12)
+    _, product = torch.func.jvp(torch.func.grad(total), (q,), (q,))
+    torch.testing.assert_close(product, torch.einsum("abcxyz,xyz->abc", expected, q), rtol=0, atol=1e-12)
+    batch = torch.stack([q, 2 * q])
+    _, one = torch.func.jvp(torch.func.vmap(total), (batch,), (batch,))
+    _, other = torch.func.jvp(lambda x: torch.stack([total(x[0]), total(x[1])]), (batch,), (batch,))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        found = torch.autograd.forward_ad.unpack_dual(torch.func.grad(total)(dual)).tangent
+    torch.testing.assert_close(found, product, rtol=0, atol=1e-12)

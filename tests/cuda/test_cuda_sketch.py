@@ -290,6 +290,6 @@ def test_rows_on_the_device_that_are_not_finite(cupy: Any) -> None:
     K = whole_numbers(60, 3)
     state = SketchedRows(Sketch(CountSketch(7)), 3).update(cupy.asarray(K))
     K[[7, 31], 1] = np.nan
-    with pytest.raises(NonFiniteError, match=r"first in rows \[7, 31\]"):
+    with pytest.raises(NonFiniteError, match=r"first in rows \[67, 91\]"):
         state.update(cupy.asarray(K))
     assert state.count == 60
