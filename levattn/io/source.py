@@ -500,7 +500,8 @@ def open_keys(
     *Text* is UTF-8, with one row a line, separated by commas (``.csv``) or tabs (``.tsv``). Numbers are read as
     float64. The first line names the columns. If all its fields are numbers, and not all of them whole, it is a row,
     and the names are f0, f1, and so on. A first line of whole numbers could be either and is refused. An empty field
-    is a null, and ``nan`` is NaN. The first mebibyte decides whether a column holds integers.
+    is a null, as is an empty line between rows of one column, and ``nan`` is NaN. Fields in quotes may hold separators
+    and new lines. The first mebibyte decides whether a column holds integers.
 
     Examples
     --------
