@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pytest
 
 from key_files import ALL, INDEX, WRITERS, check_cut_is_seen, lists_of, write, write_index, write_zarr
-from levattn._core.files import remove_halves
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, open_keys, replace_file
 from streams import BLOCK
@@ -941,19 +940,6 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"loop", "link", "new.bin"}
     with pytest.raises(IsADirectoryError, match="path is a folder"):
         replace_file(f"{tmp_path}/newdir/").__enter__()
-
-
-def test_long_names_of_one_beginning_do_not_share_temporary_files(tmp_path: Path) -> None:
-    one, other = (tmp_path / ("x" * 240 + end) for end in "ab")
-    with replace_file(one) as stream:
-        stream.write(b"one")
-        remove_halves(other)
-    assert one.read_bytes() == b"one"
-    for name in ("a..tmp", "b[1]*"):
-        half = tmp_path / f".{name}.0123456789ab.tmp"
-        half.touch()
-        remove_halves(tmp_path / name)
-        assert not half.exists()
 
 
 def test_errors_of_writing_name_the_file(tmp_path: Path) -> None:

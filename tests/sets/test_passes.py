@@ -609,6 +609,19 @@ def test_checkpoints_are_written_and_removed(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(others)
 
 
+def test_only_temporary_files_of_the_checkpoint_are_removed(tmp_path: Path) -> None:
+    one, other = (tmp_path / ("x" * 240 + end) for end in "ab")  # too long to be a part of a longer name
+    with levattn.io.replace_file(one) as stream:
+        stream.write(b"one")
+        find(Chunks(K0), EPSILON, checkpoint=other)
+    assert one.read_bytes() == b"one"
+    for name in ("a..tmp", "b[1]*"):
+        half = tmp_path / f".{name}.0123456789ab.tmp"
+        half.touch()
+        find(Chunks(K0), EPSILON, checkpoint=tmp_path / name)
+        assert not half.exists()
+
+
 def test_a_checkpoint_behind_a_link_is_removed_and_the_link_stays(tmp_path: Path) -> None:
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target.name)
