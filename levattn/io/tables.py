@@ -440,9 +440,7 @@ class _Text:
                 end = length
             elif end == 0:
                 raise ValueError(f"a line has {length} bytes or more, or no closing quote")
-            text = end
-            while text > first and piece[text - 1] in b"\r\n":
-                text -= 1
+            text = _text_end(piece, first, end)
             if text == first:  # empty lines alone, which count if text follows them
                 offset, empty = offset + end, empty or begun
                 continue
@@ -453,6 +451,15 @@ class _Text:
             offset += end
             yield memoryview(piece)[first:end], broken
             begun, empty = True, False
+
+
+def _text_end(piece: bytearray, first: int, end: int) -> int:
+    """Return where the part of a piece ends without the line ends behind it."""
+    for low in (max(first, end - 64), first):  # most end in one
+        text = low + len(piece[low:end].rstrip(b"\r\n"))
+        if text > low:
+            return text
+    return first
 
 
 def _last_line(piece: bytearray, length: int, suffix: str) -> tuple[int, bool]:

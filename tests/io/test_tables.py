@@ -294,7 +294,7 @@ def test_fields_in_quotes_are_read_as_by_the_standard_library(tmp_path: Path, ro
     assert source.ids([0, len(expected) - 1]).tolist() == [expected[0][1], expected[-1][1]]
 
 
-@pytest.mark.parametrize("shift", range(12))
+@pytest.mark.parametrize("shift", range(0, 12, 3))
 def test_a_newline_in_quotes_where_a_piece_ends_is_no_row(tmp_path: Path, shift: int) -> None:
     path, piece = tmp_path / "keys.csv", 4 * 2**20
     begin, row, special = "a,id\n", "0.25,x\n", '9.5,"tok\n7.5,more"\n'
@@ -308,8 +308,8 @@ def test_a_newline_in_quotes_where_a_piece_ends_is_no_row(tmp_path: Path, shift:
     assert not (K == 7.5).any()
 
 
-@pytest.mark.parametrize("empty", [1, 2, 3, 4 * 2**20 + 1])
-@pytest.mark.parametrize("shift", [-3, -2, -1, 0, 1, 2])
+@pytest.mark.parametrize("empty", [1, 3, 4 * 2**20 + 1])
+@pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_empty_lines_where_a_piece_ends(tmp_path: Path, empty: int, shift: int) -> None:
     path, piece = tmp_path / "keys.csv", 4 * 2**20
     rows = (piece - 8) // 4
