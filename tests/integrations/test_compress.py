@@ -113,6 +113,106 @@ def test_padded_questions_and_beams() -> None:
     assert torch.equal(whole.ask(model, question(), num_beams=3, **GREEDY), dense)
 
 
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padded_questions_are_answered_as_each_alone(side: str, beams: int) -> None:
+    """Also the question after them."""
+    model = base().double()
+    cache = compress(model, context(), CUT)
+    fork = cache.copy()
+    fork.batch_repeat_interleave(2)
+    short, long = torch.tensor([[5, 6]]), torch.tensor([[7, 8, 9, 3, 4]])
+    places = {"left": [3, 4], "right": [0, 1], "both": [1, 2]}[side]
+    asked, mask = torch.cat([torch.zeros_like(long), long]), torch.ones(2, 5, dtype=torch.int64)
+    asked[0, places], mask[0] = short[0], 0
+    mask[0, places] = 1
+    options = {**GREEDY, "num_beams": beams}
+    found = fork.ask(model, {"input_ids": asked, "attention_mask": mask}, **options)
+    assert torch.equal(found[:, :5], asked)
+    again = fork.ask(model, question(2), return_dict_in_generate=True, **options).sequences
+    for row, one in enumerate((short, long)):
+        alone = cache.copy()
+        assert torch.equal(found[row : row + 1, 5:], alone.ask(model, one, **options)[:, one.shape[1] :])
+        assert torch.equal(again[row : row + 1], alone.ask(model, question(), **options))
+
+
+def test_a_model_that_changes_is_refused() -> None:
+    changes: tuple[Callable[[Any], object], ...] = (
+        lambda model: model.model.layers[0].self_attn.q_proj.weight.mul_(2),
+        lambda model: model.load_state_dict({name: 1.5 * array for name, array in model.state_dict().items()}),
+        lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight + 1)),
+        lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    )
+    for change in changes:
+        model = base()
+        cache = compress(model, context(), CUT)
+        assert cache.copy().ask(model, question(), **GREEDY).shape == (1, 3 + NEW)
+        with torch.no_grad():
+            for array in model.parameters():  # moved, but as it was
+                array.add_(0)
+            assert cache.copy().ask(model, question(), **GREEDY).shape == (1, 3 + NEW)
+            change(model)
+        with pytest.raises(ValueError, match="with other weights or adapters, another dtype or config"):
+            cache.copy().ask(model, question(), **GREEDY)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="there generate gets all tokens with drafts")
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_length": 9}], ids=str
+)
+def test_drafts_with_options_that_read_all_tokens_are_refused(options: dict[str, Any]) -> None:
+    model = base()
+    cache = compress(model, context(), CUT)
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .* makes drafts; expected none"):
+        cache.copy().ask(model, question(), prompt_lookup_num_tokens=2, **options, **GREEDY)
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+    found = cache.copy().ask(model, question(), prompt_lookup_num_tokens=2, **neutral, **GREEDY)
+    assert torch.equal(found, cache.copy().ask(model, question(), **GREEDY))
+
+
+def test_autocast_to_the_other_half_precision() -> None:
+    for kind, other in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+        model = base().to(kind)
+        cache, dense = compress(model, context(), 1.0), transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(context(), **{CACHE: dense})
+            for ids in (question(), question()[:, :1], question()[:, 1:2]):
+                expected = model(ids, **{CACHE: dense}).logits
+                with torch.autocast("cpu", dtype=other):
+                    found = model(ids, **{CACHE: cache}).logits
+                assert (found.float() - expected.float()).abs().max() < 0.05 * expected.abs().max()
+
+
+WRONG_OPERATIONS: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
+    "no axis": (
+        lambda held: held.batch_select_indices(torch.tensor(0)),
+        ValueError,
+        "indices are 0; expected the numb",
+    ),
+    "beyond": (lambda held: held.batch_select_indices([5]), ValueError, r"indices are \[5\]; .* of the 1 sequences"),
+    "below": (lambda held: held.reorder_cache(torch.tensor([-1])), ValueError, r"indices are \[-1\]"),
+    "none": (lambda held: held.batch_select_indices(torch.zeros(0).long()), ValueError, r"indices are \[\]"),
+    "floats": (lambda held: held.batch_select_indices([0.0]), ValueError, r"indices are \[0.0\]"),
+    "flags": (lambda held: held.batch_select_indices([True, False]), ValueError, r"indices are \[True, False\]"),
+    "no copies": (lambda held: held.batch_repeat_interleave(0), ValueError, "repeats is 0; expected at least 1"),
+    "half a copy": (lambda held: held.batch_repeat_interleave(1.5), TypeError, "repeats is 1.5; expected a whole"),
+    "text": (lambda held: held.crop("a"), TypeError, "max_length is 'a'; expected a whole number"),
+    "half a position": (lambda held: held.crop(CONTEXT + 1.5), TypeError, "max_length is .*5; expected a whole"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPERATIONS)
+def test_wrong_operations_leave_a_cache_as_it_was(name: str) -> None:
+    call, error, message = WRONG_OPERATIONS[name]
+    model = base()
+    cache = compress(model, context(), CUT)
+    cache.ask(model, question(), **GREEDY)
+    before = cache.copy()
+    with pytest.raises(error, match=message):
+        call(cache)
+    assert torch.equal(cache.ask(model, question(), **GREEDY), before.ask(model, question(), **GREEDY))
+
+
 class _Looks(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
     """Counts how often flags are looked at, for which a device would have to be waited for."""
 

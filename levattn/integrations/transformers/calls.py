@@ -89,7 +89,7 @@ def tokens_of(name: str, value: Any, mask: Any = None) -> tuple[Any, Any]:
         if mask is not None and parts.get("attention_mask") is not None:
             raise ValueError(f"attention_mask was given, and the {name} has one; expected one of the two")
         value, mask = parts["input_ids"], parts.get("attention_mask", mask)
-    if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.shape[1]:
+    if isinstance(value, torch.Tensor) and value.ndim == 2 and not value.numel():
         raise ValueError(f"{name} has no tokens; expected at least one in each row")  # of any type, for tokenizers
     if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.dtype not in (torch.int64, torch.int32):
         shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)

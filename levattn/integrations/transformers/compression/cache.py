@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,14 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from levattn.integrations.transformers.calls import as_cache_of, parameters_of, refuse_wrapper, tokens_of
+from levattn._core.checks import whole_number
+from levattn.integrations.transformers.calls import (
+    as_cache_of,
+    cache_keyword,
+    parameters_of,
+    refuse_wrapper,
+    tokens_of,
+)
 from levattn.integrations.transformers.compression.files import Origin, held_by, read_context, write_context
 from levattn.integrations.transformers.compression.layer import CompressedLayer
 from levattn.integrations.transformers.compression.slots import HeadSlots
@@ -20,6 +28,12 @@ from levattn.integrations.transformers.heads_table import HeadsTable
 from levattn.integrations.transformers.interface import check_model
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
+# options of `generate` that read the tokens so far
+_READING = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("min_length", "bad_words_ids", "sequence_bias", "guidance_scale", "watermarking_config"),
+    *("stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn"),
+)
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance
@@ -31,8 +45,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     `compress` makes it. It is used as any cache that holds a prefix:
     ``model.generate(tokens of context and question, cache=cache)`` reads the question and answers (before transformers
     5.24: ``past_key_values=cache``). Where the question is alone, ``cache.ask(model, question)`` puts the context
-    before it. Both go on after the last position of the cache. To ask many questions on one context, give each a
-    `copy`, which shares the context.
+    before it. With drafts (of an assistant model, or looked up in the question) `ask` alone works. Both go on after
+    the last position of the cache. To ask many questions on one context, give each a `copy`, which shares the context.
 
     Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
     must be of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context,
@@ -136,7 +150,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         question : tensor of shape (B, m), or mapping
             Tokens, or the output of a tokenizer; 0 in its ``attention_mask`` for padding on either side.
         **options
-            Of ``model.generate``.
+            Of ``model.generate``. With drafts none that read all tokens, as ``repetition_penalty`` does: from
+            transformers 5 on, generate gets the question alone then.
 
         Returns
         -------
@@ -153,10 +168,20 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         """
         ids, mask = tokens_and_present("question", question, options.pop("attention_mask", None))
         with self._kept():
-            return self._answered(model, ids, mask, options)
+            self._check(model, ids, options)
+            if not bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+                return self._answered(model, ids, mask, options)
+            order = mask.long().argsort(dim=1, stable=True)  # padding first, as answers follow the last column
+            found = self._answered(model, ids.gather(1, order), mask.gather(1, order), options)
+        sequences = found if isinstance(found, torch.Tensor) else found.sequences
+        told = ids.repeat_interleave(len(sequences) // len(ids), 0).to(sequences)
+        sequences = torch.cat([told, sequences[:, ids.shape[1] :]], 1)
+        if isinstance(found, torch.Tensor):
+            return sequences
+        found.sequences = sequences
+        return found
 
     def _answered(self, model: Any, ids: Any, mask: Any, options: dict[str, Any]) -> Any:
-        self._check(model, ids, options)
         before, present = (part.to(ids.device) for part in self.so_far())
         whole, seen = torch.cat([before.to(ids), ids], 1), torch.cat([present, mask.to(ids.device)], 1)
         check_padding(model, self.layers, seen)
@@ -287,7 +312,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise ValueError(
                 f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "
                 "the cache holds; expected the question alone. Or give all tokens to model.generate, with "
-                "past_key_values=cache"
+                f"{cache_keyword(model)}=cache"
             )
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
@@ -324,9 +349,15 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
         Raises
         ------
+        TypeError
+            If `max_length` is no whole number.
         ValueError
             If positions of the context would be forgotten.
         """
+        try:
+            max_length = operator.index(max_length)
+        except TypeError:
+            raise TypeError(f"max_length is {max_length!r}; expected a whole number of positions") from None
         length = self.get_seq_length()
         forgotten = -max_length if max_length <= 0 else max(0, length - max_length)
         kept = length - forgotten
@@ -350,7 +381,13 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         ----------
         repeats : int
             Number of copies.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `repeats` is no whole number of at least 1.
         """
+        repeats = whole_number("repeats", repeats)
         self.batch_select_indices(torch.arange(len(self.tokens)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
@@ -359,9 +396,23 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Parameters
         ----------
         indices : torch.Tensor of shape (b,)
-            The numbers.
+            The numbers, or flags of all sequences.
+
+        Raises
+        ------
+        ValueError
+            If they are none, or not all numbers of sequences.
         """
         graded, rows = torch.is_grad_enabled(), torch.as_tensor(indices)
+        fit = rows.ndim == 1 and len(rows) > 0 and not rows.is_floating_point()
+        if rows.dtype == torch.bool:
+            fit = fit and len(rows) == len(self.tokens)
+        elif fit and rows.device.type == "cpu":  # others would be waited for
+            fit = 0 <= int(rows.min()) <= int(rows.max()) < len(self.tokens)
+        if not fit:
+            raise ValueError(
+                f"indices are {rows.tolist()}; expected the numbers of some of the {len(self.tokens)} sequences"
+            )
         with torch.inference_mode(mode=False), torch.set_grad_enabled(graded):  # gradients may read the slots later
             super().batch_select_indices(rows)
             rows = rows.to(self.tokens.device)
@@ -552,6 +603,7 @@ def _generated(model: Any, whole: Any, told: int, held: int, options: dict[str, 
         options["streamer"] = _FromQuestionOn(options["streamer"], told - first)
     if not first:
         return model.generate(whole, **options)
+    _refuse_with_drafts(model, options)
     most = None if config is None or config.max_new_tokens is not None else config.max_length
     most = options.get("max_length", most)
     if most is not None:
@@ -561,6 +613,19 @@ def _generated(model: Any, whole: Any, told: int, held: int, options: dict[str, 
         return torch.cat([whole[:, :first], found], 1)
     found.sequences = torch.cat([whole[:, :first], found.sequences], 1)
     return found
+
+
+def _refuse_with_drafts(model: Any, options: dict[str, Any]) -> None:
+    """Raise for options that read the tokens so far, of which releases of transformers get a part with drafts."""
+    for name in _READING:
+        given = _option(model, options, name)
+        if given is not None and not (
+            isinstance(given, bool | int | float | list | tuple) and given in (0, 1.0, [], ())
+        ):
+            raise ValueError(
+                f"{name} is {given!r} in a call that makes drafts; expected none, as generate gets the question alone "
+                f"there, and {name} reads all tokens. Leave it out, or the drafts ({', '.join(_DRAFTS)})"
+            )
 
 
 class _FromQuestionOn:

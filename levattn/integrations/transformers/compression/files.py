@@ -292,7 +292,7 @@ class Origin:
 
     def __init__(self, model: Any, known: str | None = None) -> None:
         self._model: Any = weakref.ref(base_of(model))
-        self._state = _state(model)
+        self._state, self._marks = _state(model), _marks(model)
         self._glimpse = _hashed(model, _SAMPLES) if known is None else ""
         self._known = known
 
@@ -302,16 +302,16 @@ class Origin:
     def check(self, model: Any) -> None:
         """Raise unless a model is the one that read the context, or a copy of it."""
         own, base = None if self._model is None else self._model(), base_of(model)
-        if own is base:
-            same = _state(model) == self._state
-        else:
+        marks = _marks(model)
+        same = own is base and _state(model) == self._state
+        if own is not base or (same and marks != self._marks):
             same = _fingerprint(model) == self._known if self._known else _hashed(model, _SAMPLES) == self._glimpse
         if not same:
             raise ValueError(
                 f"the cache was made with another model than this {type(model).__name__}, or with other weights or "
-                "adapters; expected that model. Compress the context with this one"
+                "adapters, another dtype or config; expected that model. Compress the context with this one"
             )
-        self._model = weakref.ref(base)
+        self._model, self._marks = weakref.ref(base), marks
 
     def check_attention(self) -> None:
         """Raise if the model has an attention that cannot read slots."""
@@ -397,6 +397,13 @@ def _hashed(model: Any, samples: int | None) -> str:
                 found.update(f"{name}.{own} {tuple(array.shape)} {array.dtype}".encode())
                 found.update(flat.contiguous().cpu().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def _marks(model: Any) -> Any:
+    """Return marks of the weights and the config of a model: any change is seen, but for one through ``.data``."""
+    weights = list(model.parameters())
+    versions = [0 if array.is_inference() else array._version for array in weights]
+    return [array.data_ptr() for array in weights], versions, _entries(model.config.to_dict())
 
 
 def _state(model: Any) -> str:

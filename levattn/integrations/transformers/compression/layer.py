@@ -54,7 +54,8 @@ class Tail:
                 room[:, :, self.length : more] = array
         else:
             pairs = zip(self.arrays, new, strict=False)
-            self._room = [torch.cat(pair, 2) for pair in pairs] or [*new]
+            with torch.autocast(new[0].device.type, enabled=False):  # which refuses another half precision
+                self._room = [torch.cat(pair, 2) for pair in pairs] or [*new]
             if not fixed:
                 self._room = [pad(room, (0, 0, 0, more)) for room in self._room]
             self._own = not fixed
@@ -254,7 +255,7 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
                 raise ValueError(
                     f"layer {self.number} has {name} of {new.shape[1]} heads, width {new.shape[3]} and {new.dtype}, "
                     f"and the cache {heads}, {old.shape[3]} and {old.dtype}; expected the cache's model and dtype. "
-                    "Compress the context with this model"
+                    "Compress the context with this model, within autocast if it is asked so and not otherwise"
                 )
         self.renew()
         self.tail.append(keys, values)
@@ -305,7 +306,8 @@ class CompressedLayer(DynamicLayer):  # type: ignore[misc]
         if hides:
             raise ValueError(
                 f"{layer} was given an attention mask that hides positions of the context other than its padding; "
-                "expected 1 for them, as a slot may stand for several. Compress the context with this mask"
+                "expected 1 for them, as a slot may stand for several. Give a mask of all positions so far and of "
+                "the new ones, cache.so_far()[1] and ones, or compress the context with this mask"
             )
         return None if whole else after
 
