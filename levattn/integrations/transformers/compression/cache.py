@@ -425,6 +425,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         ----------
         beam_idx : torch.Tensor of shape (b,)
             The numbers.
+
+        Raises
+        ------
+        ValueError
+            As for `batch_select_indices`.
         """
         self.batch_select_indices(beam_idx)
 
