@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -54,7 +55,8 @@ class Tail:
                 room[:, :, self.length : more] = array
         else:
             pairs = zip(self.arrays, new, strict=False)
-            with torch.autocast(new[0].device.type, enabled=False):  # which refuses another half precision
+            kind = new[0].device.type
+            with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):  # it refuses other halves
                 self._room = [torch.cat(pair, 2) for pair in pairs] or [*new]
             if not fixed:
                 self._room = [pad(room, (0, 0, 0, more)) for room in self._room]
