@@ -150,8 +150,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         question : tensor of shape (B, m), or mapping
             Tokens, or the output of a tokenizer; 0 in its ``attention_mask`` for padding on either side.
         **options
-            Of ``model.generate``. With drafts none that read all tokens, as ``repetition_penalty`` does: from
-            transformers 5 on, generate gets the question alone then.
+            Of ``model.generate``. With drafts none that read all tokens, as ``repetition_penalty`` does: in
+            newer releases of transformers, generate gets the question alone then.
 
         Returns
         -------
