@@ -88,7 +88,7 @@ def attend_token(q: Any, slots: HeldRows, near: tuple[Any, Any, Any], scale: flo
     `near`: keys and values (B, heads, t, ·), and `present` (B, t) bool, or None. The last token always counts.
     `softcap`: c of the logits c tanh(l / c) before weights are added, or None.
 
-    Rows have 32 or 16 bits, and contiguous last axes.
+    Rows have 32 or 16 bits, queries as many as later keys, and contiguous last axes.
     """
     keys, values, present = near
     (B, H, _, d), (G, t), D = q.shape, keys.shape[1:3], values.shape[3]
@@ -99,8 +99,7 @@ def attend_token(q: Any, slots: HeldRows, near: tuple[Any, Any, Any], scale: flo
     table[1:, decode.FIRST_TASK], tasks = ends[:-1], int(ends[-1])
     out = np.empty((B, H, D), np.float32)
     there = [0, 0, 0] if present is None else [present.data_ptr(), *_steps(present)]
-    form = FORMATS.index(str(q.dtype).rpartition(".")[2])
-    asked = [q.data_ptr(), form, *_steps(q)[:2], sharing, t, *there]
+    asked = [q.data_ptr(), *_steps(q)[:2], sharing, t, *there]
     call = np.array([*_described(keys), *_described(values), *asked], np.int64)
     parts = np.empty((tasks, sharing, 2 + whole), np.float32)
     bound = np.float32(softcap or 0.0)

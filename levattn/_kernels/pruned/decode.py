@@ -29,11 +29,11 @@ ROW_WORDS = 13  # the length of a description
 (
     _WEIGHTS, _WEIGHTS_OF_SEQUENCE, _WEIGHTS_OF_HEAD, _SEQUENCES, HEAD_COUNT, SLOT_COUNT, _FIRST_HEAD, FIRST_TASK,
 ) = range(2 * ROW_WORDS, 2 * ROW_WORDS + 8)  # fmt: skip
-# Those in the description of a call, after later keys and values
+# Those in the description of a call, after later keys and values, whose format queries have
 (
-    _QUERIES, _QUERY_FORMAT, _QUERIES_OF_SEQUENCE, _QUERIES_OF_HEAD, _SHARING, _LATER,
+    _QUERIES, _QUERIES_OF_SEQUENCE, _QUERIES_OF_HEAD, _SHARING, _LATER,
     _PRESENT, _PRESENT_OF_SEQUENCE, _PRESENT_OF_ROW,
-) = range(2 * ROW_WORDS, 2 * ROW_WORDS + 9)  # fmt: skip
+) = range(2 * ROW_WORDS, 2 * ROW_WORDS + 8)  # fmt: skip
 FLOATS = VECTOR_BYTES // 4  # numbers of a vector
 
 
@@ -189,8 +189,8 @@ def token_tasks(parts, groups, call, heads, scale, bound, first, last):
         n = smaller(TASK_KEYS, (group[SLOT_COUNT] if slots else call[_LATER]) - low)
         for i in range(sharing):
             at = call[_QUERIES] + sequence * call[_QUERIES_OF_SEQUENCE] + (own * sharing + i) * call[_QUERIES_OF_HEAD]
-            size = 4 if call[_QUERY_FORMAT] == _SINGLE else 2
-            read_row(parts, call[_QUERY_FORMAT], at, size, call[_COLUMNS], address(q) + 4 * deep * i)
+            size = 4 if call[_FORMAT] == _SINGLE else 2
+            read_row(parts, call[_FORMAT], at, size, call[_COLUMNS], address(q) + 4 * deep * i)
             for c in range(deep):
                 q[i, c] *= scale
         for i in range(0, n, _BLOCK):
