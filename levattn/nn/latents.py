@@ -42,14 +42,12 @@ def feature_size(feature: Any) -> int:
 def run_feature(feature: Any, x: Any, offsets: Any, state: Any, mask: Any = None) -> tuple[Any, Any]:
     """Return a feature's output for (B, T, C), and its new state.
 
-    The memories of this library leave out masked positions; any other feature reads zeros there.
+    x is zero at masked positions, which the memories of this library leave out.
     """
     if feature is None:
         return x, None
     if isinstance(feature, CausalConv | RGLRU):
         return feature(x, mask=mask, offsets=offsets, state=state)  # type: ignore[no-any-return]
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)
     if not hasattr(feature, "state_size"):
         return feature(x), None
     return feature(x, offsets=offsets, state=state)  # type: ignore[no-any-return]

@@ -413,6 +413,8 @@ class LatentLogits(torch.nn.Module):  # type: ignore[misc]
         before these positions, or None.
         """
         hidden = hidden.to(self.gate.weight.dtype)
+        if present is not None:
+            hidden = hidden.masked_fill(~present[..., None], 0)  # as in `Layer`: NaN there would reach all gradients
         read, state = run_feature(self.feature, hidden, None, state, present)
         gate = self.gate(hidden).transpose(1, 2)
         return self._by_head(self.query(read)), self._by_head(self.key(read)), gate, state
