@@ -42,6 +42,7 @@ from levattn.integrations.transformers.compression.rotation import rotations  # 
 from levattn.integrations.transformers.compression.slots import HeadSlots, attended  # noqa: E402
 from levattn.integrations.transformers.compression.trials import ReadingTrial, Replay  # noqa: E402
 from levattn.integrations.transformers.interface import EXTENSION, PART, RECORD  # noqa: E402
+from levattn.integrations.transformers.latents import LatentLogits  # noqa: E402
 from levattn.integrations.transformers.measuring import FigureSums, Sampler  # noqa: E402
 from levattn.integrations.transformers.pruned import _attention  # noqa: E402
 from levattn.integrations.transformers.pruning import observed  # noqa: E402
@@ -719,3 +720,22 @@ def test_what_was_found_of_a_mask_is_found_again_where_it_changed() -> None:
     assert not found(mask, "d", rows=2)
     mask[:] = True
     assert found(mask, "d", rows=2)
+
+
+@pytest.mark.parametrize("feature", [None, "conv", "rg_lru"])
+def test_padding_reaches_no_gradient_of_the_logits_of_latents(feature: str | None) -> None:
+    hidden = torch.randn(2, 7, 12)
+    layer = SimpleNamespace(query=torch.zeros(2, 4, 7, 3), heads=2, call=SimpleNamespace(hidden=hidden))
+    logits = LatentLogits(layer, latents=3, window=4, overlap="mixture", delta=0.1, feature=feature)
+    present = torch.ones(2, 7, dtype=torch.bool)
+    present[0, :3] = False
+
+    def gradients(filling: float) -> Any:
+        found = logits(torch.where(present[..., None], hidden, filling), present, None)[:3]
+        q_logits, k_logits, gate = (x[..., present[0], :] if x.ndim == 4 else x[..., present[0]] for x in found)
+        total = q_logits.square().sum() + k_logits.square().sum() + gate.square().sum()
+        return torch.autograd.grad(total, list(logits.parameters()), allow_unused=True)
+
+    for found, expected in zip(gradients(torch.nan), gradients(0.0), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or torch.equal(found, expected)
