@@ -197,8 +197,9 @@ def _far_longer(numbers: npt.NDArray[np.int64], largest: Float64) -> str | None:
     more = f" and {rest} more" if rest > 0 else ""
     with np.errstate(over="ignore"):
         ratio = largest[far].min() / usual
+    told = f"{ratio:.0e}" if np.isfinite(ratio) else "more than 1e+308"
     verb = "has entries" if len(far) == 1 else "have entries"
-    return f"Key{'s' if len(far) > 1 else ''} {shown}{more} {verb} {ratio:.0e} times as large as most keys"
+    return f"Key{'s' if len(far) > 1 else ''} {shown}{more} {verb} {told} times as large as most keys"
 
 
 def largest_entries(matrices: Matrices, number: int) -> tuple[npt.NDArray[np.int64], Float64]:
@@ -206,8 +207,9 @@ def largest_entries(matrices: Matrices, number: int) -> tuple[npt.NDArray[np.int
     one = matrices.item(number)
     step, found = max(1, _NUMBERS // max(1, one.d)), np.zeros(one.n)
     for start in range(0, one.n, step):
-        part = to_float64(one.data[0:1, start : start + step, :], one.format)[0]
-        found[start : start + step] = np.abs(part).max(axis=1, initial=0.0)
+        stop = min(start + step, one.n)
+        part = to_float64(one.data[0:1, start:stop, :], one.format)[0]
+        found[start:stop] = np.abs(part).max(axis=1, initial=0.0)
     present = np.flatnonzero(one.present[0])
     return present, found[present]
 

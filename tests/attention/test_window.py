@@ -61,6 +61,15 @@ def test_the_window_is_that_of_the_loops(
                 np.testing.assert_allclose(np.asarray(Y), expected(q, k, V, window, mask, **options), atol=1e-13)
 
 
+@over_storages
+def test_a_batch_may_end_with_a_shorter_run(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    for name in ("_PAIRS", "_MANY_PAIRS"):
+        monkeypatch.setattr(latent_window, name, 300)  # of 140 pairs a sequence
+    q, k, V = (np.concatenate([x, x[:1]]) for x in some(5))
+    Y = window_attention(*(stored(x, storage) for x in (q, k, V)), window=3)
+    np.testing.assert_allclose(np.asarray(Y), expected(q, k, V, 3), atol=1e-13)
+
+
 @pytest.mark.parametrize(("H", "G"), [(1, 1), (6, 3), (6, 1), (2, 2)])
 @over_storages
 def test_groups_of_queries_read_their_head_of_keys(storage: str, H: int, G: int) -> None:

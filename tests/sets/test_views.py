@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import levattn
+from libraries import stored
 from strategies import STORAGE, as_float64
 
 mpl.use("agg")
@@ -327,13 +328,13 @@ def test_a_rank_that_rounding_hides_warns_where_keys_count_as_1() -> None:
     levattn.StreamingUniversalSet(0.02, f=levattn.Huber()).update(C).result()
 
 
-@pytest.mark.parametrize("kind", [np.float64, np.float32, "stream", "batch", "chunks"])
+@pytest.mark.parametrize("kind", [np.float64, np.float32, "strict", "stream", "batch", "chunks"])
 def test_keys_far_longer_than_the_others_are_named(kind: Any) -> None:
     K = np.random.default_rng(2).standard_normal((800, 12))
     K[[3, 700]] *= 1e20
     given = K.astype(kind) if isinstance(kind, type) else np.stack([K[::2] / 8, K[1::2]]) if kind == "batch" else K
     state = levattn.StreamingUniversalSet(0.1).update(K[:300]).update(K[300:])
-    given = (lambda: iter([K])) if kind == "chunks" else given
+    given = (lambda: iter([K])) if kind == "chunks" else stored(K, "strict") if kind == "strict" else given
     with pytest.warns(levattn.RankWarning, match=r"numerical rank \d of 12 columns.* count as 1") as seen:
         found = state.result() if kind == "stream" else levattn.universal_set(given, 0.1)
     told = str(seen[0].message)
@@ -348,6 +349,14 @@ def test_keys_far_longer_than_the_others_are_named(kind: Any) -> None:
     if kind != "batch":  # the remedy, which gives warnings no more
         apart = levattn.universal_set(np.delete(K, [3, 700], axis=0), 0.1)
         assert len(apart) < 10 < found.sizes
+
+
+def test_a_key_is_longer_than_others_by_more_than_a_number_can_tell() -> None:
+    K = np.random.default_rng(0).standard_normal((40, 3)) * 1e-160
+    K[7] *= 1e155
+    K[7] *= 1e160
+    with pytest.warns(levattn.RankWarning, match=r"Key 7 has entries more than 1e\+308 times as large as most keys"):
+        levattn.universal_set(K, 0.9)
 
 
 def test_a_set_survives_pickling() -> None:

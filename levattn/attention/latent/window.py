@@ -326,7 +326,7 @@ def _cut(x: Any, size: int, count: int) -> Any:
         return [None] * -(-count // size)
     if size >= count:
         return [x]
-    return x.split(size) if is_torch(x) else [x[low : low + size, ...] for low in range(0, count, size)]
+    return x.split(size) if is_torch(x) else [x[low : min(low + size, count), ...] for low in range(0, count, size)]
 
 
 def _slabs(xp: Any, x: Any, axis: int, skipped: int, lead: int, cuts: list[tuple[int, int]]) -> Iterator[Any]:
