@@ -104,7 +104,11 @@ def _in_single(factor: Factor, limit: float) -> Factor:
 
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
-    """Return the factor of a sketch summed in float32, or None where such sums may lack accuracy."""
+    """Return the factor of a sketch summed in float32, or None where such sums may lack accuracy.
+
+    They do where columns depend on each other. Rounded sums then lie beside the row space of the keys, or span more
+    directions. In the second case they are ill-conditioned, so that their factor needs compensated products.
+    """
     out = rows.sketch_zeros(sketch.distribution.size, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         sketch.distribution.add(rows, sketch.distribution.seed, 0, out)
@@ -112,7 +116,8 @@ def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
     if not np.isfinite(out).all():
         return None
     factor = factor_moments(Rows(out, "float32"), single="no")
-    return factor if np.all(factor.error <= _SINGLE_SUMS) else None
+    independent = not factor.null_directions and "compensated" not in factor.arithmetic
+    return factor if independent and np.all(factor.error <= _SINGLE_SUMS) else None
 
 
 def projected(factor: Factor, family: GaussianJL, limit: float = _SINGLE_ERROR) -> Factor:
@@ -161,6 +166,7 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(scores * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
         lower = np.fmin(np.nan_to_num(scores * np.maximum(1 - slack, 0.0) / (ends[:, 1:] * (1 + over))), upper)
+    lower[np.isinf(scores)] = 0.0  # outside the row space of the sketch, where it bounds from neither side
     for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured
         if exact is not None:
             hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]

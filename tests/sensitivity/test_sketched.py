@@ -82,6 +82,31 @@ def test_batches_masks_weights_and_lost_directions() -> None:
     assert any(np.isinf(found.distortion) for found in seeds)
 
 
+DEPENDENT = {
+    "three distinct keys": (np.repeat(RNG.standard_normal((3, 6)), 50, axis=0), {}),
+    "a sum of columns": (RNG.integers(-3, 4, (500, 3)) @ np.array([[1, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1, 0]]), {}),
+    "two keys less their mean": (RNG.standard_normal((2, 3)), {"center": True}),
+    "four keys less their mean, copied": (np.tile(RNG.standard_normal((4, 6)), (30, 1)), {"center": True}),
+    "weights": (np.tile(RNG.standard_normal((4, 8)), (5, 1)), {"weights": np.tile(RNG.random(4), 5)}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS[:3], ids=str)
+@pytest.mark.parametrize("storage", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("kind", DEPENDENT)
+def test_dependent_columns(kind: str, storage: str, method: Any) -> None:
+    given, options = DEPENDENT[kind]
+    K = given.astype(storage)
+    exact = levattn.leverage_scores(K.astype(float), **options)
+    for stored in (np.asarray, strategies.csr) if storage != "float16" else (np.asarray,):
+        found = levattn.sketched_scores(stored(K), method, **options)
+        assert (found.lower <= exact * (1 + 1e-9)).all()
+        assert (exact <= found.upper * (1 + 1e-9)).all()
+        # sums rounded to float32 would have more directions than the keys: each key would count as 1
+        assert np.isfinite(found.distortion)
+        assert found.scores.sum() < 2 * exact.sum() + 1e-6
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="method is 'qr', which is exact"):
         levattn.sketched_scores(TALL, "qr")

@@ -9,7 +9,7 @@ import numpy as np
 from levattn._core.threads import parallel_for
 from levattn._core.types import Float64
 from levattn._kernels.jit import FULL_ROWS, VECTOR_BYTES
-from levattn._kernels.rows import Rows
+from levattn._kernels.rows import Arithmetic, Rows
 from levattn._kernels.rows.compiled import view_of
 from levattn._kernels.rows.cpu import scratch_like, stored_rows
 from levattn._kernels.sketch.compiled import FIRST_ROWS, dense_rows, hadamard_blocks, scatter_rows
@@ -22,7 +22,7 @@ _TRANSFORMED = 1 << 16  # numbers of a block that are transformed at a time, in 
 def scatter(rows: Rows, seed: int, stream: int, offset: int, blocks: int, size: int, out: Any) -> None:
     """Add sparse sketches of the matrices to `out`; see `SketchKernels`."""
     b, n, d = rows.shape
-    X = scratch_like(d, "double" if rows.format == "float64" else "single")
+    X = scratch_like(d, _precision(rows, out))
     width = X.shape[1]
     parts = _partial_sketches(n * rows.keys.itemsize, blocks * size * out.itemsize)
     starts = [n * i // parts for i in range(parts + 1)]
@@ -88,7 +88,7 @@ def subsampled_hadamard(
     lanes = VECTOR_BYTES // out.itemsize
     width = -(-d // lanes) * lanes
     sums = np.zeros((b, parts, len(chosen), width), out.dtype)
-    kind = np.dtype(np.float64 if rows.format == "float64" else np.float32)
+    kind = np.dtype(np.float64 if _precision(rows, out) == "double" else np.float32)
     view = view_of(rows, kind)
     keys = key_words(seed)
     panel = min(width, max(lanes, _TRANSFORMED // block // lanes * lanes))
@@ -102,6 +102,16 @@ def subsampled_hadamard(
 
     parallel_for(body, b * parts, threads=threads_for(float(b) * n * d * block.bit_length()))
     out += _halved(sums)[:, :, :d]
+
+
+def _precision(rows: Rows, out: Any) -> Arithmetic:
+    """Return the arithmetic in which rows are read for the sums `out`.
+
+    Entries of 32 bits, less a mean or times the root of a weight, are rounded in float32. So rounded, rows that
+    depend on each other are independent.
+    """
+    changed = rows.shift is not None or rows.weights is not None
+    return "double" if rows.format == "float64" or (changed and out.dtype == np.float64) else "single"
 
 
 def _partial_sketches(read: int, held: int) -> int:
