@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,18 @@ def fraction(name: str, value: Any) -> float:
     if not 0 < number < 1:
         raise ValueError(f"{name} is {value!r}; expected a number above 0 and below 1, e.g. 0.9")
     return number
+
+
+def count_of_rows(given: str, rows: Callable[[], Any]) -> int:
+    """Return the number of rows, rounded up, that a theorem asks for; raise where it is beyond float64."""
+    with np.errstate(all="ignore"):
+        try:
+            number = float(rows())
+        except (ZeroDivisionError, OverflowError):
+            number = math.inf
+    if not number < math.inf:
+        raise ValueError(f"{given} need more rows than float64 counts; expected a larger distortion and failure")
+    return math.ceil(number)
 
 
 def shown(numbers: npt.NDArray[Any]) -> str:

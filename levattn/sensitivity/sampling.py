@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_matrices, is_torch, take_rows, to_device, to_numpy
-from levattn._core.checks import fraction, positive_number, real_number, whole_number
+from levattn._core.checks import count_of_rows, fraction, positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import is_scipy_sparse
@@ -25,9 +25,11 @@ from levattn.linalg.sums import moments_of_items
 from levattn.linalg.weighted import weighted
 from levattn.sensitivity.leverage import factorize, ridge_of
 from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
+from levattn.sketch.families import chernoff_exponent, log_of_ratio
 from levattn.states.blocks import as_they_came
 
 _BLOCK = 4096  # sampled rows that are whitened together
+_MOST_DRAWS = 2**53  # float64 holds their counts
 
 
 def sample_size(rank: float, /, distortion: float, failure: float = 0.01) -> int:
@@ -76,17 +78,15 @@ def sample_size(rank: float, /, distortion: float, failure: float = 0.01) -> int
     703
     """
     rank, eta, delta = positive_number("rank", rank), fraction("distortion", distortion), fraction("failure", failure)
-    return math.ceil(rank * math.log(2 * max(rank, 1.0) / delta) / chernoff_exponent(eta))
-
-
-def chernoff_exponent(eta: float) -> float:
-    """Return the exponent of the matrix Chernoff bound, (1 + η) ln(1 + η) − η."""
-    return (1 + eta) * math.log1p(eta) - eta
+    return count_of_rows(
+        f"rank = {rank:g}, distortion = {eta:g} and failure = {delta:g}",
+        lambda: rank * log_of_ratio(2 * max(rank, 1.0), delta) / chernoff_exponent(eta),
+    )
 
 
 def promised_distortion(rows: float, rank: int, delta: float) -> float:
     """Return the η below 1 at which the bound of so many rows, over the largest norm of a term, is δ, or infinity."""
-    needed = math.log(2 * rank / delta) / rows if rows > 0 else math.inf
+    needed = log_of_ratio(2 * rank, delta) / rows if rows > 0 else math.inf
     low, high = 0.0, 1.0
     if needed > chernoff_exponent(high):
         return math.inf
@@ -382,7 +382,7 @@ def one_of(size: Any, distortion: Any) -> tuple[int | None, float | None]:
     if (size is None) == (distortion is None):
         given = "neither" if size is None else "both"
         raise ValueError(f"size and distortion: {given} given; expected exactly one, a number of rows or a promise")
-    draws = None if size is None else whole_number("size", size, what="a whole number of rows")
+    draws = None if size is None else whole_number("size", size, 1, _MOST_DRAWS, what="a whole number of rows")
     return draws, None if distortion is None else fraction("distortion", distortion)
 
 
@@ -426,12 +426,13 @@ class _Asked:
             largest = float(np.max(np.where(exact > 0, exact / probabilities, 0.0)))
         draws = self.size
         if self.eta is not None:
-            needed = largest * math.log(2 * rank / self.delta) / chernoff_exponent(self.eta)
-            if not needed < math.inf:
+            if not largest < math.inf:
                 raise ValueError(
                     "scores are 0 for a row that has leverage; expected positive ones, uniform above 0, or a size in "
                     "place of a distortion"
                 )
+            exponent = chernoff_exponent(self.eta)
+            needed = largest * log_of_ratio(2 * rank, self.delta) / exponent if exponent else math.inf
             there = probabilities > 0
             if needed > np.count_nonzero(there) - 1:
                 return there.astype(np.int64), 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,7 +23,8 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read, refuse_nonfinite
 from levattn.linalg.weighted import checked_weights, require_products
 from levattn.sensitivity.leverage import ridge_of
-from levattn.sensitivity.sampling import RowSample, chernoff_exponent, eigenvalues_of, one_of, promised_distortion
+from levattn.sensitivity.sampling import RowSample, eigenvalues_of, one_of, promised_distortion
+from levattn.sketch.families import chernoff_exponent, log_of_ratio
 from levattn.states import factor_of, factor_of_sum
 from levattn.states.blocks import BlockBuffer, RowNumbers, as_they_came, in_main_memory, require_format
 from levattn.states.spans import MOST_NUMBERS, stored_spans, with_span, with_spans
@@ -45,7 +47,9 @@ class _Rule:
         """Return c for rows of this rank whose scores sum to `mass`: it rises with the rank, or falls with the sum."""
         if self.eta is None:
             return (self.size or 0) / max(mass, _LEAST)
-        return math.log(2 * max(rank, 1) / self.delta) / chernoff_exponent(self.eta)
+        exponent = chernoff_exponent(self.eta)
+        # else every row with a score
+        return log_of_ratio(2 * max(rank, 1), self.delta) / exponent if exponent else sys.float_info.max
 
     def promised(self, c: float, rank: int) -> float:
         """Return the distortion that c promises."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import real_number, whole_number
+from levattn._core.checks import count_of_rows, real_number, whole_number
 from levattn._core.random import as_seed, below, normals, signs, words
 from levattn._core.types import Float64
 from levattn._kernels import SKETCH, Rows, kernels_for
@@ -458,7 +458,9 @@ def countsketch_size(d: int, /, distortion: float, failure: float = 0.01) -> int
     166400
     """
     d, eta, delta = _checked(d, distortion, failure)
-    return math.ceil((d * d + d) / (delta * eta**2))
+    return count_of_rows(
+        f"d = {d}, distortion = {eta:g} and failure = {delta:g}", lambda: (d * d + d) / (delta * eta**2)
+    )
 
 
 def osnap_size(d: int, /, distortion: float, failure: float = 0.01, *, nonzeros: int = 4) -> int:
@@ -540,7 +542,11 @@ def gaussian_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     2509
     """
     d, eta, delta = _checked(d, distortion, failure)
-    return math.ceil(((math.sqrt(d) + math.sqrt(2 * math.log(2 / delta))) / (math.sqrt(1 + eta) - 1)) ** 2)
+    root = eta / (math.sqrt(1 + eta) + 1)  # √(1 + η) − 1, which would cancel
+    return count_of_rows(
+        f"d = {d}, distortion = {eta:g} and failure = {delta:g}",
+        lambda: ((math.sqrt(d) + math.sqrt(2 * log_of_ratio(2, delta))) / root) ** 2,
+    )
 
 
 def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
@@ -580,8 +586,10 @@ def sign_size(d: int, /, distortion: float, failure: float = 0.01) -> int:
     d, eta, delta = _checked(d, distortion, failure)
     gamma = np.linspace(0.01, 0.3, 291)
     theta = (1 - 2 * gamma) * eta
-    sizes = (d * np.log1p(2 / gamma) + math.log(2 / delta)) / (theta**2 / 4 - theta**3 / 6)
-    return math.ceil(float(sizes.min()))
+    return count_of_rows(
+        f"d = {d}, distortion = {eta:g} and failure = {delta:g}",
+        lambda: ((d * np.log1p(2 / gamma) + log_of_ratio(2, delta)) / (theta**2 / 4 - theta**3 / 6)).min(),
+    )
 
 
 def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -> int:
@@ -629,8 +637,14 @@ def srht_size(block: int, d: int, /, distortion: float, failure: float = 0.01) -
     """
     d, eta, delta = _checked(d, distortion, failure)
     block = whole_number("block", block)
-    rows = (math.sqrt(d) + math.sqrt(8 * math.log(2 * block / delta))) ** 2
-    return math.ceil(rows * math.log(4 * d / delta) / ((1 + eta) * math.log1p(eta) - eta))
+    return count_of_rows(
+        f"block = {block}, d = {d}, distortion = {eta:g} and failure = {delta:g}",
+        lambda: (
+            (math.sqrt(d) + math.sqrt(8 * log_of_ratio(2 * block, delta))) ** 2
+            * log_of_ratio(4 * d, delta)
+            / chernoff_exponent(eta)
+        ),
+    )
 
 
 def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
@@ -669,7 +683,22 @@ def jl_size(count: int, /, distortion: float, failure: float = 0.01) -> int:
     459
     """
     count, eta, delta = _checked(count, distortion, failure, "count")
-    return math.ceil(math.log(2 * count / delta) / (eta**2 / 4 - eta**3 / 6))
+    return count_of_rows(
+        f"count = {count}, distortion = {eta:g} and failure = {delta:g}",
+        lambda: log_of_ratio(2 * count, delta) / (eta**2 / 4 - eta**3 / 6),
+    )
+
+
+def chernoff_exponent(eta: float) -> float:
+    """Return the exponent of the matrix Chernoff bound, (1 + η) ln(1 + η) − η."""
+    if eta < 1e-3:  # where the difference cancels
+        return eta * eta * (1 / 2 - eta * (1 / 6 - eta * (1 / 12 - eta * (1 / 20 - eta / 30))))
+    return (1 + eta) * math.log1p(eta) - eta
+
+
+def log_of_ratio(number: float, delta: float) -> float:
+    """Return ln(number/δ), also where the ratio is beyond float64."""
+    return math.log(number) - math.log(delta) if delta < 1e-200 else math.log(number / delta)
 
 
 def _checked(d: Any, distortion: Any, failure: Any, name: str = "d") -> tuple[int, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,29 @@ def test_size_of_the_theorem() -> None:
         below = (1 - eta) * math.log(1 - eta) + eta  # the other tail is lighter
         assert below >= exponent
     assert levattn.sample_rows(np.repeat(TALL, 10, axis=0), distortion=0.5).size == levattn.sample_size(5, 0.5)
+
+
+@pytest.mark.parametrize("eta", [1e-320, 1e-12, 9.9e-4, 1.01e-3])
+@pytest.mark.parametrize("delta", [5e-324, 1e-250, 0.01])
+def test_sizes_at_the_ends_of_the_range(eta: float, delta: float) -> None:
+    assert levattn.sample_rows(TALL, distortion=eta, failure=delta).size == 400
+    state = levattn.StreamingRowSample(distortion=eta, failure=delta)
+    assert state.update(TALL).read().distortion < max(eta, 1e-12)  # rounding
+    if eta == 1e-320:
+        with pytest.raises(ValueError, match="more rows than float64 counts; expected a larger distortion"):
+            levattn.sample_size(5, eta, delta)
+        return
+    m = levattn.sample_size(5, eta, delta)
+    exact = Fraction(eta) ** 2 / 2 - Fraction(eta) ** 3 / 6 + Fraction(eta) ** 4 / 12 - Fraction(eta) ** 5 / 20
+    logarithm = math.log(10) - math.log(delta)
+    assert abs(m * float(exact) / (5 * logarithm) - 1) < 1e-9
+
+
+def test_sizes_beyond_all_rows() -> None:
+    for make in (lambda m: levattn.sample_rows(TALL, m), lambda m: levattn.StreamingRowSample(m)):
+        for size in (10**18, 10**30, 10**400):
+            with pytest.raises(ValueError, match=r"size is 10+; expected 1 <= size <= 9007199254740992"):
+                make(size)
 
 
 def test_least_squares_on_a_sample() -> None:

@@ -624,3 +624,12 @@ def test_wrong_arguments_of_single_sizes() -> None:
         osnap_size(3, 0.5, nonzeros=0)
     with pytest.raises(TypeError, match="nonzeros is True; expected a whole number"):
         osnap_size(3, 0.5, nonzeros=True)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_beyond_float64_are_refused(name: str) -> None:
+    for arguments in ((3, 1e-320), (3, 1e-200), (10**400, 0.5)):
+        with pytest.raises(ValueError, match="more rows than float64 counts; expected a larger distortion"):
+            SIZES[name](*arguments)
+    if name not in ("countsketch", "osnap"):  # whose size has 1/δ, not its logarithm
+        assert SIZES[name](3, 0.5, 5e-324) > SIZES[name](3, 0.5, 1e-300) > SIZES[name](3, 0.5)
