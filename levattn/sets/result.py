@@ -802,11 +802,15 @@ def number_of(index: Any, batch: tuple[int, ...]) -> int:
             "the set is of one matrix, which has no axes to choose from; use `in`, or K[universal.indices] for keys"
         )
     place = index if isinstance(index, tuple) else (index,)
-    if len(place) != len(batch) or any(isinstance(i, slice) for i in place):
+    number = 0
+    whole = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in place)
+    if not whole or len(place) != len(batch) or any(not -n <= i < n for i, n in zip(place, batch, strict=True)):
         raise IndexError(
             f"the index is {index!r}; expected {len(batch)} whole numbers, one for each axis of the batch {batch}"
         )
-    return int(np.arange(np.prod(batch, dtype=int)).reshape(batch)[place])
+    for i, n in zip(place, batch, strict=True):
+        number = number * n + int(i) % n
+    return number
 
 
 def item_of(universal: UniversalSet, number: int) -> UniversalSet:
