@@ -366,7 +366,8 @@ def _least_powers(
         z = _feasible(weights * (newest @ B.T), B, counts, target)
         each = np.abs(z) / counts
         top = each.max(axis=1)
-        upper[at] = np.minimum(upper[at], top**p * ((each / top[:, None]) ** q @ counts) ** (p - 1))
+        norm = top * ((each / top[:, None]) ** q @ counts) ** (1 / q)
+        upper[at] = np.minimum(upper[at], norm**p)
         open_ = upper[at] - lower[at] > _CLOSED * upper[at]
         if not open_.any():
             break

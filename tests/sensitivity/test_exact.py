@@ -80,6 +80,19 @@ def test_copies_share(p: float) -> None:
     np.testing.assert_allclose(found.lower[[0, 8, 9]], odds / (1 + 3 * odds), rtol=CLOSED)
 
 
+@pytest.mark.parametrize("p", [300, 700, 1000, 5000, 1e5])
+def test_large_powers(p: float) -> None:
+    """Norms to such powers leave the range of float64, but no bound does."""
+    K = gauss(8, 2)
+    found = exact_sensitivities(K, p)
+    assert np.isfinite([found.lower, found.upper]).all()
+    assert_bracket(found)
+    sizes = np.abs(np.random.default_rng(0).standard_normal((1000, 2)) @ K.T)
+    reached = (sizes / sizes.max(axis=1, keepdims=True)) ** p
+    reached /= reached.sum(axis=1, keepdims=True)
+    assert (reached.max(axis=0) <= found.upper * (1 + 1e-9)).all()
+
+
 def test_softmax_of_two_keys() -> None:
     """The best query is radius times the direction of the difference."""
     found = exact_sensitivities(np.array([[1.0, 2.0], [1.0, 0.0]]), Softmax(0.7))
