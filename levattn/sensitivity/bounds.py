@@ -10,6 +10,7 @@ import numpy as np
 from levattn._core.arrays import Matrices, as_matrices, to_device, to_numpy
 from levattn._core.checks import whole_number
 from levattn._core.device import where_arrays_are
+from levattn._core.random import as_seed
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.functions import AttentionFunction, Power, Softmax, as_function, is_square
@@ -190,7 +191,8 @@ def sensitivities(
     iterations : int, default 5
         For "lewis": see `lewis_weights`. Any number gives valid bounds.
     rng : int or numpy.random.Generator, optional
-        For "block": the seed of the partition, 0 if left out. Every partition gives valid bounds.
+        For "block": the seed of the partition, 0 if left out. All matrices of a batch share it. Every partition gives
+        valid bounds.
 
     Returns
     -------
@@ -264,7 +266,7 @@ def certify(
             f"method is {method!r}; expected 'auto' or, for f = {f!r}, one of {', '.join(map(repr, applying))}"
         )
     epsilon = check_epsilon(epsilon)
-    iterations = whole_number("iterations", iterations, 0)
+    iterations, seed = whole_number("iterations", iterations, 0), as_seed(rng)
     factor = factorize(matrices, method="gram" if is_square(f) else "auto")
     # bounds depend only on the column space of the keys, except for softmax, which depends on their norms
     rows = factor.rows if not isinstance(f, Softmax) else Rows.of(matrices)
@@ -273,7 +275,7 @@ def certify(
     if factor.wide is not None and not isinstance(f, Softmax):
         alone = factor.wide.independent
     tau = raised_scores(factor)
-    problem = Problem(f, factor, rows, tau, epsilon, iterations, rng)
+    problem = Problem(f, factor, rows, tau, epsilon, iterations, seed)
     chosen = [
         each for each in applying.values() if (each.is_cheap(problem) if method == "auto" else each.name == method)
     ]

@@ -35,7 +35,7 @@ class Problem:
     tau: Float64  # (b, n) leverage scores, raised by their error; 0 for zero keys only
     epsilon: float  # keys with a smaller bound are of no interest
     iterations: int  # of Lewis weights
-    rng: int | np.random.Generator | None
+    seed: int  # of the partition into blocks
 
     @property
     def growth(self) -> float:
@@ -104,11 +104,11 @@ _MOST_IN_VAIN = 256  # blocks, where none of their bounds falls below ε
 
 def _of_each(problem: Problem) -> tuple[Float64, None]:
     rows, growth = problem.rows, max(2.0, problem.growth)
-    each = [_block(rows.item(i), growth, problem.epsilon, problem.rng) for i in range(len(problem.tau))]
+    each = [_block(rows.item(i), growth, problem.epsilon, problem.seed) for i in range(len(problem.tau))]
     return np.stack(each), None
 
 
-def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator | None) -> Float64:
+def _block(rows: Rows, p: float, epsilon: float, seed: int) -> Float64:
     """Bound the sensitivity of all even monotone functions of growth p ≥ 2, for a batch of one.
 
     Let ⟨k_j, y⟩ = 1, and let 1/t be the least ‖K_b y‖_p^p of a block b of rows. It adds at least min(1, 1/t) to
@@ -118,8 +118,8 @@ def _block(rows: Rows, p: float, epsilon: float, rng: int | np.random.Generator 
     n = rows.shape[1]
     present = np.arange(n) if rows.mask is None else np.flatnonzero(to_numpy(rows.mask)[0])
     present = present.astype(np.int32 if n < 2**31 else np.int64)
-    generator = rng if isinstance(rng, np.random.Generator) else np.random.default_rng(0 if rng is None else rng)
-    blocks = np.array_split(generator.permutation(present), _block_count(len(present), epsilon))
+    order = np.random.default_rng(seed).permutation(present)
+    blocks = np.array_split(order, _block_count(len(present), epsilon))
     block_of = np.empty(n, np.int32)
     for number, members in enumerate(blocks):
         block_of[members] = number

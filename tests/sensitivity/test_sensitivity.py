@@ -440,3 +440,18 @@ K0 = np.random.default_rng(0).standard_normal((30, 3))
 def test_wrong_arguments(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("f", [4, levattn.Huber(1.0)], ids=repr)
+@pytest.mark.parametrize("rng", [True, -1, 0.5, "0", [1], 2**64], ids=repr)
+def test_seeds_are_checked_whether_or_not_they_count(f: Any, rng: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"rng is .*; expected a seed"):
+        levattn.sensitivities(np.eye(3), f, rng=rng)
+
+
+def test_a_generator_gives_all_matrices_of_a_batch_one_partition() -> None:
+    K = np.random.default_rng(0).standard_normal((60, 4))
+    whole = levattn.sensitivities(np.stack([K, K]), levattn.Huber(1.0), epsilon=0.5, rng=np.random.default_rng(5))
+    alone = levattn.sensitivities(K, levattn.Huber(1.0), epsilon=0.5, rng=np.random.default_rng(5))
+    for upper in whole.upper:
+        np.testing.assert_array_equal(upper, alone.upper)
