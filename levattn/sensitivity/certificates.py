@@ -328,8 +328,10 @@ def _lewis(rows: Rows, tau: Float64, rank: npt.NDArray[np.int64], p: float, iter
 
     Let v = w^{1/2−1/p}, M = Σ v² k kᵀ, h = (kᵀM⁺k)^{p/2} and z = Ky. Then \|z_j\|^p ≤ h_j (yᵀMy)^{p/2}. Here
     (yᵀMy)^{p/2} is at most (Σw)^{p/2−1} ‖z‖_p^p for p ≥ 2 (Hölder). For p ≤ 2 it is at most c^{2/p−1} ‖z‖_p^p with
-    c = max h/w.
+    c = max h/w. No number holds 1/p of the least powers, which have no bound.
     """
+    if not 2 / p < math.inf:
+        return np.ones(tau.shape)
     v, weighted, moved, _ = iterated(rows, tau, rank, p, iterations)
     live = weighted > 0
     # in place, to save memory

@@ -455,3 +455,14 @@ def test_a_generator_gives_all_matrices_of_a_batch_one_partition() -> None:
     alone = levattn.sensitivities(K, levattn.Huber(1.0), epsilon=0.5, rng=np.random.default_rng(5))
     for upper in whole.upper:
         np.testing.assert_array_equal(upper, alone.upper)
+
+
+@pytest.mark.parametrize("p", [1e-300, 1e-308, 5e-324, 1e4, 1e308])
+def test_powers_at_the_ends_of_the_range(p: float) -> None:
+    """|x|^p is 1 where x is not 0, or it is 0 beside the largest x."""
+    K = np.random.default_rng(0).standard_normal((12, 2)) * np.where(np.arange(12) < 3, 10.0, 1.0)[:, None]
+    sizes = np.abs(K @ np.random.default_rng(1).standard_normal((2, 50)))
+    scores = (sizes / sizes.max(axis=0)) ** p
+    reached = (scores / scores.sum(axis=0)).max(axis=1)
+    for method in ("auto", "leverage", "lewis", "block"):
+        assert np.all(reached <= levattn.sensitivities(K, p, method=method).upper * (1 + 1e-9))
