@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,11 +75,7 @@ def of_other_function(
     D, error, precise = _other_sums(Q, selected, keys, universal, epsilon, f)
     error, precise = np.where(lost, np.inf, error), precise | lost
     places = np.flatnonzero(precise)
-    few = Q[places]
-
-    def multiply(part: slice) -> Float64:
-        return certain_products(few[part], selected, zeros=not isinstance(f, Softmax))[0]
-
+    multiply = partial(_certain, Q[places], selected, not isinstance(f, Softmax))
     rest = PreciseQueries(places, D[places], error[places], multiply)
     products = Products(universal, f, Q, selected, D, precise, error, epsilon, rest)
     captured = np.zeros(len(Q))
@@ -98,6 +95,11 @@ def of_other_function(
         _products=products,
         _figures=Figures(keys.n, normalizers, captured, residual, error, csr_of(found, (len(Q), keys.n))),
     )
+
+
+def _certain(Q: Float64, keys: Float64, zeros: bool, part: slice) -> Float64:
+    """Return the products of a part of the queries with the keys, as in twice the precision."""
+    return certain_products(Q[part], keys, zeros=zeros)[0]
 
 
 def _powered(D: Float64, powers: npt.NDArray[Any]) -> Float64:

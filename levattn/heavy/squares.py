@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from levattn.heavy.entries import csr_of, heavy_places
 from levattn.heavy.normalizers import (
     PRODUCT_ERROR,
     SUM_ERROR,
+    EvenRows,
     PreciseSums,
     even_queries,
     even_rows,
@@ -187,13 +189,16 @@ def _prepared(
     error = xp.where(D > 0, error + 2 * product, 0.0)
     error = xp.where(lost, xp.full_like(error, float("inf")), error)
 
-    def multiply(part: slice) -> Float64:
-        Z = PreciseSums(few[part]).add(K, units, unknown)
-        with np.errstate(over="ignore"):  # of queries whose normalizer is 0
-            return np.asarray(np.ldexp(Z, units - its_shift[part, None]))
-
+    multiply = partial(_in_units, few, (K, units, unknown), its_shift)
     rest = PreciseQueries(places, its_D, to_numpy(take_entries(error, places)), multiply)
     return Products(universal, Power(2.0), Q, keys, D, precise, error, epsilon, rest)
+
+
+def _in_units(Q: Float64, keys: EvenRows, shift: npt.NDArray[np.int32], part: slice) -> Float64:
+    """Return the products of a part of the queries with the keys, over 2^shift."""
+    Z = PreciseSums(Q[part]).add(*keys)
+    with np.errstate(over="ignore"):  # of queries whose normalizer is 0
+        return np.asarray(np.ldexp(Z, keys[1] - shift[part, None]))
 
 
 def _entries(

@@ -5,6 +5,9 @@ Inside: one test watches that no sum over all keys is taken.
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -180,3 +183,15 @@ def test_normalizers_of_even_powers_from_lifted_moments(kind: str, p: int, monke
     assert (A >= 0.02).sum() > 100
     np.testing.assert_allclose(found.entries.toarray()[A >= 0.02], A[A >= 0.02], rtol=1e-8)
     np.testing.assert_allclose(found.normalizers, np.asarray(total[:, 0], np.float64), rtol=1e-8)
+
+
+@pytest.mark.parametrize("f", [2, 0.5, levattn.Huber(1.0), levattn.Softmax(100.0)], ids=repr)
+def test_results_can_be_pickled_whatever_precision_queries_need(f: Any) -> None:
+    K = _ill_conditioned(1e10)
+    Q = levattn.universal_set(K, 0.1).factor.witness(K[:4]) if f == 2 else np.vstack([K[:4], K[0] - K[0]])
+    Q = Q if isinstance(f, levattn.Softmax) else np.vstack([Q, np.linalg.svd(K)[2][-1:]])  # which cancels
+    found = levattn.heavy_attention(Q, K, 0.1, f=f)
+    again = pickle.loads(pickle.dumps(found))
+    for compensate in (None, "mean"):
+        for one, other in zip(found.apply(K, compensate), again.apply(K, compensate), strict=True):
+            np.testing.assert_array_equal(one, other)
