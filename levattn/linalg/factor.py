@@ -50,7 +50,7 @@ class Scored:
         return taken, self.flags
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Factor:
     """A batch of factors, one for each key matrix K: a W such that K W has orthonormal columns.
 

@@ -431,3 +431,11 @@ def test_many_columns_whose_squares_overflow_are_scaled_without_a_warning(size: 
 def test_few_keys_whose_squares_overflow_are_scaled_without_a_warning() -> None:
     K = np.array([[0.0, -4e-7, 6e-7], [0.0, 0.0, 0.0], [7e192, 0.0, 0.0]])
     assert levattn.leverage_scores(K).tolist() == [1, 0, 1]
+
+
+def test_factors_are_equal_to_themselves_alone() -> None:
+    """As other results are; a comparison of arrays has no single answer."""
+    factor, other = (levattn.universal_set(np.eye(3), 0.5).factor for _ in range(2))
+    assert factor == factor
+    assert factor != other
+    assert len({factor, other}) == 2
