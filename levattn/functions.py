@@ -353,7 +353,7 @@ class Softmax:
                 "radius, Softmax(r), or a sample of the queries to come, queries="
             )
 
-    def root(self, d: int) -> Float64:
+    def root(self, d: int, *, within: bool = False) -> Float64:
         """Return a matrix L with ``L Lᵀ = radius² Σ``: queries are L times a vector of norm at most 1.
 
         L enlarges Σ by about d 2⁻⁵¹ of its diagonal, so that rounding leaves out no query.
@@ -362,6 +362,8 @@ class Softmax:
         ----------
         d : int
             Number of columns of the keys.
+        within : bool, default False
+            Let L lessen Σ by as much, so that rounding admits no further query.
 
         Returns
         -------
@@ -378,6 +380,8 @@ class Softmax:
             return self.radius * np.eye(d)
         self._check(d)
         sizes, values, vectors = self._parts
+        if within:
+            values = np.maximum(values - 2 * _enlargement(values), 0.0)
         return np.asarray(self.radius * sizes[:, None] * vectors * np.sqrt(values))
 
     def contains(self, Q: Float64, /) -> Flags:
@@ -434,7 +438,12 @@ def _axes(matrix: Float64) -> tuple[Float64, Float64, Float64] | None:
     values, vectors = lapack(np.linalg.eigh, even)
     if values.min(initial=0.0) < -_ALIKE * len(matrix):
         return None
-    return sizes, np.maximum(values, 0.0) + 4 * len(matrix) * 2.0**-53 * values.max(initial=0.0), vectors
+    return sizes, np.maximum(values, 0.0) + _enlargement(values), vectors
+
+
+def _enlargement(values: Float64) -> float:
+    """Return a bound of the rounding of these eigenvalues."""
+    return float(4 * len(values) * 2.0**-53 * values.max(initial=0.0))
 
 
 _GRID = np.geomspace(1e-6, 1e6, 193)

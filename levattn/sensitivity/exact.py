@@ -87,8 +87,9 @@ def exact_sensitivities(K: Any, /, f: Any = 2) -> ExactSensitivities:
     sensitivity, ``lower <= σ <= upper``. `lower` is the ratio at a query that the method found. `upper` proves that no
     query is better, by a feasible point of the dual program (`Power`, p ≥ 1), all candidates (p < 1) or a tangent
     plane (`Softmax`). The relative width is about 1e-11. Brackets are wider for exponents near 1, for logits
-    in the millions and for keys of very different sizes. For p < 1 they are wider by about :math:`10^{-15p}` where r
-    keys or more are orthogonal to one query, with r the rank.
+    in the millions and for keys of very different sizes. For a singular Σ they are wider by some 1e-7 of the logits.
+    For p < 1 they are wider by about :math:`10^{-15p}` where r keys or more are orthogonal to one query, with r the
+    rank.
 
     All brackets hold up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
     scaled columns). `upper` is 1 for a key that reaches outside the numerical row space by more than rounding. So it
@@ -457,10 +458,24 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
     V = lapack(np.linalg.svd, logits, full_matrices=False)[2].T  # rotates the ball and drops unused axes
     A = logits @ V
     lower, upper, u = _by_parts(partial(_most_logits, A, np.log(counts)), A)
+    if f.matrix is not None:  # an upper end allows for the rounding of Σ, and a lower end must not use it
+        root = f.root(keys.shape[1], within=True)
+        lower = _reached(rows, np.log(counts), u @ (root @ V).T)
     slack = 8 * _EPS * (A.shape[1] + 4) * float(np.linalg.norm(A, axis=1).max())
     lower, upper = np.exp(lower - slack), np.minimum(np.exp(np.minimum(upper + slack, 0.0)), 1.0)
     queries = u @ (root @ V).T
     return ExactSensitivities(lower[inverse], np.maximum(lower, upper)[inverse], queries[inverse], method)
+
+
+def _reached(rows: Float64, log_counts: Float64, queries: Float64) -> Float64:
+    """Return the logarithm of the weight that each row has at the query of its number."""
+    rows, found = rows - rows.mean(axis=0), np.empty(len(rows))
+    for part in _chunks(len(rows), len(rows)):
+        logits = queries[part] @ rows.T + log_counts
+        shift = logits.max(axis=1, keepdims=True)
+        own = np.einsum("ja,ja->j", queries[part], rows[part])
+        found[part] = own - shift[:, 0] - np.log(np.exp(logits - shift).sum(axis=1))
+    return found
 
 
 def _most_logits(A: Float64, log_counts: Float64, keys: npt.NDArray[np.intp]) -> tuple[Float64, Float64, Float64]:

@@ -10,7 +10,7 @@ import pytest
 import scipy
 from scipy.special import logsumexp
 
-from levattn import ExactSensitivities, NonFiniteError, exact_sensitivities
+from levattn import ExactSensitivities, NonFiniteError, exact_sensitivities, heavy_attention
 from levattn.functions import L1L2, Fair, Huber, Power, Softmax, Tukey
 from strategies import Cauchy, more
 
@@ -243,6 +243,19 @@ def test_queries_of_softmax_reach_the_lower_ends_and_are_admitted(name: str, mat
     assert not found.queries[:, axes == 0].any()
     sizes = (found.queries[:, axes > 0] ** 2 / axes[axes > 0]).sum(axis=1)
     assert np.all(sizes <= 9 * (1 + 1e-14))
+
+
+@pytest.mark.parametrize("b", [(1.0, 2.0), (1.0, 10.0), (3.0, 1e-3), (1.0, -1.0)])
+def test_rounding_admits_no_query_outside_of_a_singular_ellipsoid(b: tuple[float, float]) -> None:
+    K, f, along = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), Softmax(1.0, np.outer(b, b)), np.array(b)
+    found = exact_sensitivities(K, f)
+    assert f.contains(found.queries).all()
+    assert heavy_attention(found.queries, K, 0.2, f=f).entries.nnz
+    logits = np.linspace(-1, 1, 1_000_001)[:, None] * (K @ along)  # of all queries
+    best = np.exp(logits - logsumexp(logits, axis=1, keepdims=True)).max(axis=0)
+    assert np.all(found.lower <= best * (1 + 1e-9))  # between two points of the line
+    assert np.all(best <= found.upper * (1 + 1e-14))
+    assert np.all(found.upper - found.lower < 1e-6)
 
 
 # -- invariance ------------------------------------------------------------------------
