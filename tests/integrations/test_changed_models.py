@@ -254,6 +254,55 @@ def test_several_models_at_once(form: str, other: str) -> None:
         assert torch.equal(output(model, ids), before)
 
 
+@both
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_of_one_config_are_changed_and_restored_each_by_itself(form: str, first: int) -> None:
+    config = base().config
+    models = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
+    before, dense = [looks(model) for model in models], [output(model) for model in models]
+    far = []
+    for model, wanted in zip(models, dense, strict=True):
+        assert torch.equal(output(model), wanted)  # beside the one that is changed
+        far.append(output(change(model, form)))
+        assert difference(far[-1], wanted) > 1e-2
+    remove(models[first])
+    assert torch.equal(output(models[first]), dense[first])
+    assert torch.equal(output(models[1 - first]), far[1 - first])
+    remove(models[1 - first])
+    for model, old, wanted in zip(models, before, dense, strict=True):
+        assert looks(model) == old
+        assert torch.equal(output(model), wanted)
+
+
+@both
+def test_settings_that_are_made_on_a_changed_model_stay(form: str) -> None:
+    model = changed(form)
+    model.config.use_cache, model.config.note = False, "of a user"
+    model.config.id2label[7] = "another"
+    remove(model)
+    found = model.config
+    assert (found.use_cache, found.note, found._attn_implementation) == (False, "of a user", "sdpa")
+    assert found.id2label[7] == "another"
+    assert model.model.config is found
+
+
+@both
+def test_a_decoder_beside_another_part_is_restored_with_its_configs(form: str) -> None:
+    few = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    pictures = transformers.CLIPVisionConfig(**few, image_size=16, patch_size=8)
+    config = transformers.LlavaConfig(vision_config=pictures, text_config=base().config, image_token_index=39)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = tokens().clamp(max=38)
+    before, wanted = looks(model), output(model, ids)
+    change(model, form)
+    assert difference(output(model, ids), wanted) > 1e-2
+    remove(model)
+    assert looks(model) == before
+    assert model.config is config
+    assert config.text_config._attn_implementation == "sdpa"
+    assert torch.equal(output(model, ids), wanted)
+
+
 @pytest.mark.parametrize(("form", "name"), [("extended", "levattn_macchiato"), ("pruned", "levattn")])
 def test_an_attention_implementation_of_ours_needs_a_change(form: str, name: str) -> None:
     register()

@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from levattn._core.checks import check_type
 from levattn.integrations.transformers.calls import cache_among, layer_of, parameters_of, refuse_wrapper
@@ -71,6 +72,7 @@ class Changes:
     def __init__(self) -> None:
         self.hooks: list[Any] = []
         self._before: list[tuple[Any, str, Any]] = []  # objects, names of attributes and their former values
+        self._configs: list[tuple[Any, Any, dict[str, Any]]] = []  # configs, their copies, attributes of these
 
     @property
     def active(self) -> bool:
@@ -82,16 +84,41 @@ class Changes:
         self._before.append((target, name, getattr(target, name, ...)))  # the ellipsis: there was none
         setattr(target, name, value)
 
+    def give_configs(self, model: Any, configs: Iterable[Any], implementation: str) -> None:
+        """Let a model read copies of its configs, with another attention; other models may have the same configs."""
+        copies: dict[int, Any] = {}
+        for config in configs:
+            own = copies[id(config)] = copy.deepcopy(config)
+            own._attn_implementation = implementation
+            self._configs.append((config, own, copy.deepcopy(vars(own))))
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, PretrainedConfig) and (own := self._copied(config, copies)) is not config:
+                self.give(module, "config", own)
+
+    def _copied(self, config: Any, copies: dict[int, Any]) -> Any:
+        """Return the copy of a config, or of one that holds such a config; the config itself without any."""
+        if id(config) not in copies:
+            parts = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
+            changed = {name: own for name, part in parts.items() if (own := self._copied(part, copies)) is not part}
+            own = copies[id(config)] = copy.copy(config) if changed else config
+            if changed:
+                vars(own).update(changed)
+                self._configs.append((config, own, dict(vars(own))))
+        return copies[id(config)]
+
     def undo(self) -> None:
         """Restore the model; a second call does nothing, or continues one that was interrupted."""
         for hook in self.hooks:
             hook.remove()
+        for config, own, before in self._configs:  # what a user has set meanwhile stays
+            vars(config).update({k: v for k, v in vars(own).items() if k not in before or before[k] != v})
         for target, name, value in reversed(self._before):
             if value is not ...:
                 setattr(target, name, value)
             elif hasattr(target, name):
                 delattr(target, name)
-        self.hooks, self._before = [], []
+        self.hooks, self._before, self._configs = [], [], []
 
 
 @dataclass
@@ -143,8 +170,8 @@ class Interface:
             for layer in layers:
                 if layer.handed:
                     self.hook(layer.module, changes.hooks)
-            for config in configs.values() if masks else ():
-                changes.give(config, "_attn_implementation", self.name)
+            if masks:
+                changes.give_configs(model, configs.values(), self.name)
             for parameter in frozen:
                 changes.give(parameter, "requires_grad", False)
         except BaseException:
