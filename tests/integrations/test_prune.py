@@ -727,6 +727,18 @@ def test_what_cannot_be_pruned_is_refused_by_name(case: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("start", [None, 0, 1])
+def test_a_window_that_only_causal_attention_has_room_for_is_one_for_decoders(start: int | None) -> None:
+    selection = Selection(12, window=6, start=start)  # near keys are on one side there, and on both sides elsewhere
+    found = []
+    for given in (selection, dict.fromkeys([0, 1], selection)):
+        with prune(base(), given, measure=False) as report:
+            found.append(report.table())
+    assert found[0] == found[1] != []
+    with pytest.raises(ValueError, match="budget=12 is 12 slots, and .*window=6, .* take 13|start is 1, and the"):
+        prune(base("Esm"), selection)
+
+
 def test_scales_of_layers_are_honored_or_refused() -> None:
     model = other("GPT2", scale_attn_by_inverse_layer_idx=True, attn_implementation="eager").eval()
     wanted = output(model)

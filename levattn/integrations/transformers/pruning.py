@@ -11,7 +11,7 @@ import torch
 
 from levattn._core.checks import check_type
 from levattn.attention import Selection
-from levattn.attention.pruned.selection import as_selection
+from levattn.attention.pruned.selection import as_selection, selection_for_models
 from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
@@ -177,8 +177,7 @@ def prune(
         selection = selection.selections() if isinstance(selection, Calibration) else selection
         named = [key[0] if isinstance(key, tuple | list) and key else key for key in selection]
     else:  # before the trial call, which takes seconds
-        causal = any(getattr(selection, name, None) for name in ("renew_every", "start"))
-        selection = checked_selection(selection, causal=causal)
+        selection = _possible(selection)
     register()
     there = discovered(PRUNED, model, named, example)
     chosen = whole_layers(model, there) if named is None else layers
@@ -194,6 +193,18 @@ def prune(
     report._tallies.update({n: part.tally for n, part in parts.items()})
     report._changes = _changed(model, there, parts)
     return report
+
+
+def _possible(selection: Any) -> Selection:
+    """Return a selection, or raise if no attention takes it; which kind that of a model is, its trial call tells."""
+    found = selection_for_models(selection, "selection")
+    try:
+        return checked_selection(found, causal=bool(found.renew_every or found.start))
+    except ValueError as error:
+        try:
+            return checked_selection(found, causal=True)
+        except ValueError:
+            raise error from None
 
 
 def _parts_of(
