@@ -621,6 +621,36 @@ def test_an_example_may_be_given() -> None:
         prune(model, 8)
 
 
+def of_pictures_in_a_row() -> tuple[Any, dict[str, Any]]:
+    few = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.VideoMAEModel(transformers.VideoMAEConfig(**few, image_size=16, patch_size=8, num_frames=4))
+    return model.eval(), {"pixel_values": torch.randn(3, 4, 3, 16, 16)}
+
+
+def of_sounds() -> tuple[Any, dict[str, Any]]:
+    few = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    few |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 48}
+    config = transformers.WhisperConfig(**few, num_mel_bins=8, max_source_positions=10)
+    model = transformers.WhisperModel(config).eval().get_encoder()
+    return model, {"input_features": torch.randn(3, 8, 20)}
+
+
+@pytest.mark.parametrize("made", [of_pictures_in_a_row, of_sounds])
+def test_inputs_are_the_example_of_a_model_that_does_not_take_the_default_one(made: Callable[..., Any]) -> None:
+    model, inputs = made()
+    (name,) = inputs
+    with pytest.raises(ValueError, match=rf"default example.* Give a small example .*example={{'{name}': ...}}"):
+        prune(model, 0.5)
+    found = calibrate(model, inputs, target=0.1)
+    assert sorted(found) == [(0, 0), (0, 1)]
+    with prune(model, 0.5, example={name: inputs[name][:1]}, measure=True) as report:
+        model(**inputs)
+    assert report.summary()["measured"] == 6
+    assert [(row["layer"], row["head"]) for row in inspect_model(model, inputs).rows] == [(0, 0), (0, 1)]
+    many = calibrate(model, {name: inputs[name].repeat_interleave(16, 0)}, risk=0.1, confidence=0.9)
+    assert many.texts == 36
+
+
 # What is refused
 
 
@@ -735,7 +765,7 @@ def test_a_window_that_only_causal_attention_has_room_for_is_one_for_decoders(st
         with prune(base(), given, measure=False) as report:
             found.append(report.table())
     assert found[0] == found[1] != []
-    with pytest.raises(ValueError, match="budget=12 is 12 slots, and .*window=6, .* take 13|start is 1, and the"):
+    with pytest.raises(ValueError, match=r"budget=12 is 12 slots, and .*window=6, .* take 13|start is 1, and the"):
         prune(base("Esm"), selection)
 
 

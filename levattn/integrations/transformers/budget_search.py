@@ -17,6 +17,7 @@ from levattn.attention import Selection
 from levattn.integrations.transformers.calibration import METRICS, Calibration
 from levattn.integrations.transformers.calls import model_inputs
 from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for
+from levattn.integrations.transformers.discovery import example_for
 from levattn.integrations.transformers.interface import check_model
 from levattn.integrations.transformers.losses import Batches, Budgets, Errors, Losses, count_shown, least_texts
 
@@ -175,7 +176,7 @@ def calibrate(
     passes = len(choosing) * (tries + (0 if profile else len(shares))) + len(testing) * tries
     kind = type(model).__name__
     with reported(progress, passes) as advance, torch.no_grad():
-        losses = Losses(model, metric, selection, advance)
+        losses = Losses(model, metric, selection, advance, example_for(model, batches[0]))
         if profile:
             ladder: _Ladder = [partial(profile.shares, share, way=READING) for share in (1.0, *reversed(shares))]
         else:

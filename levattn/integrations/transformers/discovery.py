@@ -54,7 +54,7 @@ def discovered(
     """
     names = {id(module): f"{name} ({layer_of(module)})" for name, module in model.named_modules()}
     inputs = _inputs(model) if example is None else model_inputs("example", example)
-    found, entered = _tried(interface, model, names, inputs)
+    found, entered = _tried(interface, model, names, inputs, given=example is not None)
     reached = {id(layer.module) for layer in found}
     past = [module for module, _ in entered if id(module) not in reached and not _holds_another(module)]
     if not found:
@@ -101,12 +101,14 @@ def whole_layers(model: Any, there: Mapping[int, ModelLayer]) -> list[int]:
 
 
 def _tried(
-    interface: Interface, model: Any, names: dict[int, str], inputs: dict[str, Any]
+    interface: Interface, model: Any, names: dict[int, str], inputs: dict[str, Any], *, given: bool
 ) -> tuple[list[ModelLayer], list[tuple[Any, dict[str, Any]]]]:
     """Call a model on inputs in evaluation mode; return layers that use the interface, and all calls of attention.
 
     The calls are pairs of a module and its arguments by their names. The model stays unchanged. Raises where a model
-    looks its attention up elsewhere, and so fails with the name of this one.
+    looks its attention up elsewhere, and so fails with the name of this one, or where it takes no default inputs.
+
+    given: whether a user gave these inputs as an example.
     """
     from transformers import PretrainedConfig
 
@@ -126,7 +128,13 @@ def _tried(
     except Exception as error:
         changes.undo()
         known = {id(layer.module) for layer in reached}
-        if _is_own(error) or (entered and id(entered[-1][0]) in known) or not _runs(model, inputs):
+        if _is_own(error):
+            raise
+        if not _runs(model, inputs):
+            if given:  # the model's own error about its inputs
+                raise
+            raise _without_example(model, inputs, error) from error
+        if entered and id(entered[-1][0]) in known:
             raise
         raise _unreached(model, entered[-1][0] if entered else model, "not every" if reached else "no") from error
     finally:
@@ -159,6 +167,25 @@ def _runs(model: Any, inputs: dict[str, Any]) -> bool:
     finally:
         changes.undo()
     return True
+
+
+def example_for(model: Any, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return inputs as the example of trial calls if a model does not take its default one, else None."""
+    try:
+        default = _inputs(model)
+    except ValueError:
+        return inputs
+    return None if _runs(model, default) else inputs
+
+
+def _without_example(model: Any, inputs: dict[str, Any], error: Exception) -> ValueError:
+    """Return the refusal of a model that fails by itself with the default inputs of the trial call."""
+    name = type(model).__name__
+    return ValueError(
+        f"{name} fails with the default example, {', '.join(inputs)} ({type(error).__name__}: {error}); expected a "
+        "model that takes tokens or an image alone. Give a small example of its inputs, e.g. "
+        f"example={{{model.main_input_name!r}: ...}}"
+    )
 
 
 def _unreached(model: Any, module: Any, how_many: str) -> ValueError:

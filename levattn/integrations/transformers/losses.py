@@ -15,6 +15,7 @@ from levattn.integrations.transformers.calls import whole_numbers
 from levattn.integrations.transformers.discovery import discovered, whole_layers
 from levattn.integrations.transformers.pruned import PRUNED
 from levattn.integrations.transformers.pruning import prune, register
+from levattn.integrations.transformers.report import PruneReport
 
 Batches = list[dict[str, Any]]
 Budgets = dict[tuple[int, int], float]
@@ -23,19 +24,27 @@ Errors = dict[tuple[int, int], dict[float, float]]  # of each head's output, at 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of budgets of a selection; `advance` hears of each pass over a batch."""
+    """The losses of budgets of a selection; `advance` hears of each pass over a batch.
+
+    example: inputs of trial calls, or None for the default ones.
+    """
 
     model: Any
     metric: str
     selection: Selection
     advance: Callable[[int], None]
+    example: dict[str, Any] | None = None
+
+    def pruned(self, budgets: Budgets) -> PruneReport:
+        """Prune the model by these budgets, which measures nothing."""
+        return prune(self.model, with_budgets(self.selection, budgets), measure=False, example=self.example)
 
     def of_all(self, batches: Batches) -> Callable[[Budgets], float]:
         """Return a function from budgets to the loss on all inputs; it keeps the outputs of the dense model."""
         dense = [self._read(batch) for batch in batches]
 
         def loss(budgets: Budgets) -> float:
-            with prune(self.model, with_budgets(self.selection, budgets), measure=False):
+            with self.pruned(budgets):
                 sums = [self._sums(batch, before) for batch, before in zip(batches, dense, strict=True)]
             found = float(self._from_sums(torch.cat(sums).sum(0)))
             return found if self.metric == "perplexity" else max(0.0, found)
@@ -51,7 +60,7 @@ class Losses:
         for batch in batches:
             dense, sums = self._read(batch), []
             for budgets in candidates:
-                with prune(self.model, with_budgets(self.selection, budgets), measure=False):
+                with self.pruned(budgets):
                     sums.append(self._sums(batch, dense))
             rows.append(torch.stack(sums, 1))
         return self._from_sums(torch.cat(rows)).clamp(0, 1).numpy()
@@ -61,11 +70,12 @@ class Losses:
         layers, heads = whole_numbers("layers", layers), whole_numbers("heads", heads)
         if layers is None and heads is None:  # named, because heads get different budgets in the end
             register()
-            layers = whole_layers(self.model, discovered(PRUNED, self.model, None))
+            layers = whole_layers(self.model, discovered(PRUNED, self.model, None, self.example))
         found: Errors = {}
         for share in shares:
             few = replace(self.selection, budget=share)
-            with prune(self.model, few, layers=layers, heads=heads, measure=True) as report:
+            of_all = {"layers": layers, "heads": heads, "measure": True, "example": self.example}
+            with prune(self.model, few, **of_all) as report:
                 for batch in batches:
                     self.model(**batch)
                     self.advance(1)

@@ -16,7 +16,13 @@ from levattn.exceptions import RecallWarning
 from levattn.integrations.transformers.calibration import Calibration, with_budgets
 from levattn.integrations.transformers.calls import cache_keyword, numbers_among, whole_numbers
 from levattn.integrations.transformers.compression.profile import READING, HeadProfile, profile_for, splits_by_length
-from levattn.integrations.transformers.discovery import ModelLayer, discovered, shared_configs, whole_layers
+from levattn.integrations.transformers.discovery import (
+    ModelLayer,
+    discovered,
+    example_for,
+    shared_configs,
+    whole_layers,
+)
 from levattn.integrations.transformers.interface import Changes, check_model
 from levattn.integrations.transformers.measuring import Sampler, Tally
 from levattn.integrations.transformers.pruned import PRUNED, Arrays, Group, LayerPruning
@@ -196,7 +202,7 @@ def prune(
 
 
 def _possible(selection: Any) -> Selection:
-    """Return a selection, or raise if no attention takes it; which kind that of a model is, its trial call tells."""
+    """Return a selection, or raise if neither causal nor other attention takes it: a trial call tells which it is."""
     found = selection_for_models(selection, "selection")
     try:
         return checked_selection(found, causal=bool(found.renew_every or found.start))
@@ -247,7 +253,7 @@ def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[
     check_model(model)
     register()
     numbers = whole_numbers("layers", layers)
-    there = discovered(PRUNED, model, numbers)
+    there = discovered(PRUNED, model, numbers, example_for(model, dict(inputs)))
     if numbers is None:
         tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
         length = 0 if tokens is None else tokens.shape[1]
