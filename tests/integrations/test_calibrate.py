@@ -181,6 +181,11 @@ def test_foreign_files_are_refused_with_the_reason(tmp_path, change, message):
         ({"budgets": (1.0,)}, ValueError, "budgets is 1.0"),
         ({"metric": "logits"}, ValueError, "returns no logits"),
         ({"inputs": []}, ValueError, "inputs is empty"),
+        ({"budgets": 0.25}, TypeError, "budgets is 0.25; expected a list of shares"),
+        ({"budgets": None}, TypeError, "budgets is None; expected a list of shares"),
+        ({"budgets": "0.25"}, TypeError, "budgets is '0.25'; expected a list of shares"),
+        ({"budgets": {0.25: 1}}, TypeError, "budgets is .0.25: 1.; expected a list of shares"),
+        ({"budgets": []}, ValueError, "budgets is empty; expected at least one share"),
         ({"budgets": (0.5, Selection(0.3, sinks=1))}, ValueError, "differ in more than their budgets"),
         (
             {"budgets": (Selection(size=4),)},

@@ -195,11 +195,15 @@ def calibrate(
 
 def _shares_of(budgets: Sequence[Any]) -> tuple[list[float], Selection]:
     """Return the shares, ascending, and the selection that has them as budgets, or raise."""
+    if isinstance(budgets, str | Mapping) or not isinstance(budgets, Iterable):
+        raise TypeError(f"budgets is {budgets!r}; expected a list of shares of the keys, such as [0.12, 0.25]")
     selections = [each if isinstance(each, Selection) else Selection(fraction("budgets", each)) for each in budgets]
     for each in selections:
         if not isinstance(each.budget, float):
             raise ValueError(f"budgets has {each}; expected selections with a share of the keys as budget")
-    others = {replace(each, budget=None) for each in selections} or {Selection()}
+    others = {replace(each, budget=None) for each in selections}
+    if not others:
+        raise ValueError("budgets is empty; expected at least one share of the keys, such as 0.25")
     if len(others) > 1:
         raise ValueError(f"budgets has selections that differ in more than their budgets; expected one of {others}")
     shares = {fraction("budgets", each.budget) for each in selections}
