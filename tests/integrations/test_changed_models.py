@@ -15,6 +15,7 @@ from decoders import CACHE, LEFT, PADDED, SIZES, T, base, difference, output, po
 
 from levattn.attention import Selection  # noqa: E402
 from levattn.integrations.transformers import (  # noqa: E402
+    inspect_model,
     latent_parameters,
     latent_state_dict,
     macchiato_from,
@@ -381,6 +382,29 @@ def test_calls_that_would_be_computed_otherwise_are_refused_by_name(case: str, f
     model = changed(form)
     with pytest.raises((TypeError, ValueError), match=message):
         output(model, **options(model))
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
+def test_flex_attention_is_refused_with_the_way_out() -> None:
+    model = base()
+    model.set_attn_implementation("flex_attention")
+    for call in (lambda: prune(model, SPLIT), lambda: inspect_model(model, {"input_ids": tokens()})):
+        with (
+            torch.compiler.set_stance("force_eager"),  # else its masks are compiled
+            pytest.raises(ValueError, match=r"mask of type BlockMask.*set_attn_implementation\('sdpa'\) first"),
+        ):
+            call()
+    model.set_attn_implementation("sdpa")
+    assert torch.isfinite(output(change(model, "pruned"))).all()
+
+
+@both
+def test_a_model_without_numbers_is_refused(form: str) -> None:
+    model = base().to("meta")
+    before = looks(model)
+    with pytest.raises(ValueError, match=r"weights on the device meta, which holds no numbers; .* from_pretrained"):
+        change(model, form)
+    assert looks(model) == before
 
 
 @both

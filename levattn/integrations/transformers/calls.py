@@ -172,8 +172,13 @@ def seen_by(mask: Any, keys: int) -> Any:
 
     The masks of transformers are bool, or added to the logits. U is at least the number of `keys`.
     """
-    shown = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or mask.shape[-1] < keys:
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(
+            f"a layer was given an attention mask of type {type(mask).__name__}, which is of another attention, such "
+            "as flex_attention; expected a tensor. Call model.set_attn_implementation('sdpa') first"
+        )
+    shown = tuple(mask.shape)
+    if mask.ndim not in (2, 4) or mask.shape[-1] < keys:
         raise ValueError(
             f"a layer was given the attention mask {shown}; expected (B, U) or (B, 1, T, U). {_GIVE_PADDING}"
         )

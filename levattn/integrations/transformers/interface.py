@@ -57,6 +57,12 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model is {name}, whose layers share keys and values; expected keys of each layer's own")
     if getattr(config, "attention_chunk_size", None):
         raise ValueError(f"model is {name}, whose attention is cut into chunks; expected full or sliding attention")
+    bare = any(parameter.is_meta for parameter in model.parameters())
+    if bare and not any(hasattr(module, "_hf_hook") for module in model.modules()):  # of accelerate, which brings them
+        raise ValueError(
+            f"model is {name}, with weights on the device meta, which holds no numbers; expected weights in memory. "
+            "Load them, e.g. by from_pretrained"
+        )
     for module in model.modules():
         for part, change in ((PART, "pruned"), (EXTENSION, "extended by macchiato_from")):
             if hasattr(module, part):
