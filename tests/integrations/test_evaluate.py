@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 from tokenizers import decoders as decoders_of_tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
-from levattn.integrations.transformers import Prompt, compress, evaluate, prune  # noqa: E402
+from levattn.integrations.transformers import Prompt, compress, evaluate, head_profile, prune  # noqa: E402
 
 WORDS = [
     "the",
@@ -387,6 +387,18 @@ def test_answers_are_greedy_whatever_the_model_generates_by_itself(own: dict[str
     for name, value in own.items():
         setattr(model.generation_config, name, value)
     assert evaluate(model, tokenizer, text, QUESTIONS, budgets=[0.5]).answers == plain_answers()
+
+
+def test_what_is_no_generating_model_or_no_tokenizer_is_named() -> None:
+    model, tokenizer, text = model_of(), tokenizer_of(), document(60)
+    for call in (lambda: evaluate(model.model, tokenizer, text), lambda: head_profile(model.model, tokenizer)):
+        with pytest.raises(TypeError, match=r"model is of type LlamaModel; expected a model that generates, e.g. of"):
+            call()
+    for other in (None, "name", model):
+        kind = rf"tokenizer is of type {type(other).__name__}; expected a tokenizer of transformers"
+        for read in (Prompt, lambda given: evaluate(model, given, text), lambda given: head_profile(model, given)):
+            with pytest.raises(TypeError, match=kind):
+                read(other)
 
 
 def test_a_model_in_training_is_refused() -> None:

@@ -65,6 +65,24 @@ def refuse_wrapper(model: Any) -> None:
         )
 
 
+def check_generates(model: Any) -> None:
+    """Raise for a model that cannot generate, as it has no logits of the next token."""
+    if not hasattr(model, "generate"):
+        raise TypeError(
+            f"model is of type {type(model).__name__}; expected a model that generates, e.g. of "
+            "transformers.AutoModelForCausalLM"
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise for an object that is no tokenizer of transformers."""
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+        raise TypeError(
+            f"tokenizer is of type {type(tokenizer).__name__}; expected a tokenizer of transformers, e.g. by "
+            "AutoTokenizer.from_pretrained"
+        )
+
+
 def inputs_device(model: Any) -> Any:
     """Return the device of a model's inputs: the CPU where accelerate brings weights that are elsewhere."""
     return torch.device("cpu") if model.device.type == "meta" else model.device

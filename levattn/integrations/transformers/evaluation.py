@@ -16,7 +16,7 @@ from levattn._core.checks import whole_number
 from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.attention.pruned.selection import as_selection, selection_for_models
-from levattn.integrations.transformers.calls import as_cache_of, greedy, inputs_device, time_on
+from levattn.integrations.transformers.calls import as_cache_of, check_generates, greedy, inputs_device, time_on
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.profile import selection_of_cache
 from levattn.integrations.transformers.heads_table import in_columns
@@ -341,6 +341,7 @@ def evaluate(
     >>> found = evaluate(model, tokenizer, text, budgets=[0.25, 0.12], scores=rules, seeds=5)  # doctest: +SKIP
     """
     check_model(model)
+    check_generates(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
     if method not in ("compress", "prune"):

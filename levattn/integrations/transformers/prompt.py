@@ -10,6 +10,7 @@ import torch
 from transformers import BatchEncoding
 
 from levattn._core.checks import whole_number
+from levattn.integrations.transformers.calls import check_tokenizer
 
 _MARKS = "@@first@@", "@@answer@@", "@@second@@"  # replace messages while a chat template is read
 _TOLD = 3  # first tokens that show that a context begins a message
@@ -36,8 +37,8 @@ class Prompt:
 
     Raises
     ------
-    ValueError
-        If the chat template cannot be read.
+    TypeError, ValueError
+        If `tokenizer` is no tokenizer, or its chat template cannot be read.
 
     Notes
     -----
@@ -59,6 +60,7 @@ class Prompt:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._around, self._between = ("", ""), None  # a message, and the text from an answer to the next message

@@ -12,7 +12,7 @@ import torch
 
 from levattn._core.checks import check_type, whole_number
 from levattn._core.threads import reported
-from levattn.integrations.transformers.calls import inputs_device
+from levattn.integrations.transformers.calls import check_generates, check_tokenizer, inputs_device
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.compression.profile import CACHE, DOUBT, READING, HeadProfile, way_of
@@ -127,7 +127,9 @@ def head_profile(
     check_model(model)
     if model.training:
         raise ValueError("model is in training mode; expected evaluation mode. Call eval()")
+    check_tokenizer(tokenizer)
     words, heads = _words(tokenizer), _heads_of(model, way)
+    check_generates(model)
     shares = dict.fromkeys(heads, 1.0)
     if earlier is not None:
         shares = _split_of(earlier, model, heads, way)

@@ -17,6 +17,7 @@ from levattn._core.checks import whole_number
 from levattn.integrations.transformers.calls import (
     as_cache_of,
     cache_keyword,
+    check_generates,
     parameters_of,
     refuse_wrapper,
     tokens_of,
@@ -292,8 +293,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     def _check(self, model: Any, ids: Any, options: dict[str, Any]) -> None:
         """Raise for a question that the cache cannot take."""
         refuse_wrapper(model)
-        if not hasattr(model, "generate"):
-            raise TypeError(f"model is of type {type(model).__name__}; expected a model that generates")
+        check_generates(model)
         self.origin.check(model)
         self.origin.check_attention()
         self._check_rows("question", len(ids))
