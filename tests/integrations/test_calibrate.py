@@ -134,6 +134,31 @@ def test_selections_without_a_file_or_with_another_size_are_refused(tmp_path):
         Calibration(*facts, {"sinks": 4})
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"budgets": None}, TypeError, "budgets is of type NoneType; expected a mapping"),
+        ({"budgets": {0: 0.5}}, ValueError, "budgets has the key 0; expected the numbers of a layer and a head"),
+        ({"budgets": {(0, -1): 0.5}}, ValueError, r"budgets has the key \(0, -1\)"),
+        ({"budgets": {(0, 0): "half"}}, TypeError, r"budgets\[\(0, 0\)\] is 'half'"),
+        ({"budgets": {(0, 0): 7.0}}, ValueError, r"budgets\[\(0, 0\)\] is 7.0; expected a share of the keys in"),
+        ({"budgets": {(0, 0): math.nan}}, ValueError, r"budgets\[\(0, 0\)\] is nan"),
+        ({"model": None}, TypeError, "model is of type NoneType"),
+        ({"metric": "loss"}, ValueError, "metric is 'loss'; expected one of embedding, logits, perplexity"),
+        ({"target": "0.1"}, TypeError, "target is '0.1'"),
+        ({"target": -1.0}, ValueError, "target is -1.0; expected a finite loss above 0"),
+        ({"reached": math.inf}, ValueError, "reached is inf; expected a finite loss"),
+        ({"target": None, "risk": 5, "confidence": 0.9, "texts": 9}, ValueError, "risk is 5"),
+        ({"target": None, "risk": 0.1, "confidence": 0.9, "texts": -1}, ValueError, "texts is -1"),
+        ({"target": None, "risk": 0.1, "confidence": 0.9, "texts": 9, "reached": 0.2}, ValueError, "from 0 to the ri"),
+    ],
+)
+def test_a_calibration_that_no_file_would_give_back_is_refused(change, error, message):
+    given = {"budgets": {(0, 0): 0.5}, "model": "BertModel", "metric": "logits", "target": 0.1, "reached": 0.05}
+    with pytest.raises(error, match=message):
+        Calibration(**given | change)
+
+
 def test_budgets_may_be_an_array(encoder):
     inputs = batch(1, 20)
     found, expected = (calibrate(encoder, inputs, target=0.1, budgets=of) for of in (np.array([0.3, 0.5]), (0.3, 0.5)))

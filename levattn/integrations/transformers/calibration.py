@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, ClassVar, Self
 
-from levattn._core.checks import check_type
+from levattn._core.checks import check_type, fraction, positive_number, real_number, whole_number
 from levattn.attention import Selection
 from levattn.integrations.transformers.heads_table import HeadsRecord, by_head, is_number
 
@@ -19,6 +21,20 @@ _FACTS = ("model", "metric", "target", "reached", *_RISK)
 def with_budgets(selection: Selection, budgets: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], Selection]:
     """Return a selection with the budget of each head."""
     return {head: replace(selection, budget=share) for head, share in budgets.items()}
+
+
+def _shares_of_heads(budgets: Any) -> dict[tuple[int, int], float]:
+    """Return the share of each layer and head as numbers of Python, or raise."""
+    check_type("budgets", budgets, Mapping, "a mapping from (layer, head) to a share of the keys")
+    found = {}
+    for key, share in budgets.items():
+        pair = tuple(key) if isinstance(key, tuple | list) else ()
+        if len(pair) != 2 or not all(isinstance(number, Integral) and number >= 0 for number in pair):
+            raise ValueError(f"budgets has the key {key!r}; expected the numbers of a layer and a head, from 0")
+        found[int(pair[0]), int(pair[1])] = real_number(f"budgets[{key!r}]", share)
+        if not 0 < found[int(pair[0]), int(pair[1])] <= 1:
+            raise ValueError(f"budgets[{key!r}] is {share!r}; expected a share of the keys in (0, 1]")
+    return found
 
 
 class Calibration(HeadsRecord):
@@ -47,8 +63,9 @@ class Calibration(HeadsRecord):
     Raises
     ------
     TypeError, ValueError
-        If both or neither of target and risk are given, or confidence and texts do not come with risk. Also if the
-        selection has a size, a threshold or an array of scores.
+        If an argument has another type or is out of range. If both or neither of target and risk are given, or
+        confidence and texts do not come with risk. Also if the selection has a size, a threshold or an array of
+        scores.
 
     Examples
     --------
@@ -84,7 +101,10 @@ class Calibration(HeadsRecord):
             raise ValueError(
                 f"risk, confidence and texts are {risk!r}, {confidence!r} and {texts!r}; expected all of them or none"
             )
-        self._table = {(int(layer), int(head)): float(share) for (layer, head), share in sorted(budgets.items())}
+        self._table = dict(sorted(_shares_of_heads(budgets).items()))
+        check_type("model", model, str, "the name of a type")
+        if metric not in METRICS:
+            raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
         self.model, self.metric = model, metric
         found = Selection() if selection is None else selection
         check_type("selection", found, Selection, "a Selection, or None")
@@ -94,10 +114,16 @@ class Calibration(HeadsRecord):
                 "values"
             )
         self.selection = replace(found, budget=None)
-        self.target, self.risk, self.confidence = (
-            None if value is None else float(value) for value in (target, risk, confidence)
+        self.target = None if target is None else positive_number("target", target, what="a finite loss above 0")
+        self.risk, self.confidence = (
+            None if value is None else fraction(name, value)
+            for name, value in (("risk", risk), ("confidence", confidence))
         )
-        self.reached, self.texts = float(reached), None if texts is None else int(texts)
+        self.texts = None if texts is None else whole_number("texts", texts)
+        self.reached = real_number("reached", reached)
+        if not math.isfinite(self.reached) or (self.risk is not None and not 0 <= self.reached <= self.risk):
+            wish = "a finite loss" if self.risk is None else f"a loss from 0 to the risk, {self.risk:.6g}"
+            raise ValueError(f"reached is {reached!r}; expected {wish}")
 
     def __getitem__(self, key: tuple[int, int]) -> float:
         return float(self._table[key])
