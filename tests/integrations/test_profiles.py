@@ -155,6 +155,20 @@ def test_models_that_cannot_be_cut_are_refused_before_they_write(family: str) ->
     assert not steps
 
 
+@pytest.mark.parametrize(
+    ("rows", "error", "said"),
+    [
+        (None, TypeError, "rows is of type NoneType; expected a list of mappings"),
+        ([{"layer": 0}], ValueError, "which lacks head, recall, recall_error, text, text_error; expected the keys"),
+        ([3], ValueError, "rows has 3, which lacks head"),
+        ([], ValueError, "rows is empty; expected one for each head"),
+    ],
+)
+def test_rows_that_are_no_table_are_refused(rows: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
+
+
 @pytest.mark.parametrize("by", ["positions", "time"])
 def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     """No choice that leaves the others two thirds and 340 slots costs less, by the costs that `shares` tells."""

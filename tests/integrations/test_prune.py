@@ -608,6 +608,11 @@ def test_the_encoder_of_two_stacks() -> None:
     assert len(report.table()) == 8
     with prune(model.get_encoder(), FULL):
         assert difference(output(model, attention_mask=LEFT), wanted) > 1e-3
+    whole = output(model, use_cache=False)
+    with prune(model.get_decoder(), 60):  # alone it has no cross-attention, which stays dense
+        with pytest.raises(TypeError, match=r"of type EncoderDecoderCache; .* use_cache=False if the model has an"):
+            output(model)
+        assert difference(output(model, use_cache=False), whole) < 1e-5
 
 
 def test_an_example_may_be_given() -> None:

@@ -319,6 +319,25 @@ def test_weights_of_another_mixture_are_refused() -> None:
         load_latent_state_dict(extended(), {})
 
 
+@pytest.mark.parametrize("case", ["no mapping", "arrays", "numbers", "an overlap of no name"])
+def test_a_state_that_holds_no_weights_is_refused_and_changes_nothing(case: str) -> None:
+    model, learned = extended(), latent_state_dict(extended())
+    last, settings = list(learned)[-1], next(name for name in learned if name.endswith(".settings"))
+    state, message = {
+        "no mapping": (3, "state is of type int; expected a mapping from names to tensors"),
+        "arrays": (learned | {last: learned[last].numpy()}, "is of type ndarray; expected a tensor of torch"),
+        "numbers": (learned | {last: 3}, "is of type int; expected a tensor of torch"),
+        "an overlap of no name": (learned | {settings: torch.tensor([6, 5])}, "with window=6, overlap=5, and the"),
+    }[case]
+    before = {name: tensor.clone() for name, tensor in latent_state_dict(model).items()}
+    with pytest.raises((TypeError, ValueError), match=message):
+        load_latent_state_dict(model, state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in latent_state_dict(model).items())
+    for call in (latent_state_dict, lambda given: list(latent_parameters(given))):
+        with pytest.raises(TypeError, match="model is of type NoneType; expected a model of transformers"):
+            call(None)
+
+
 # What is refused
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from levattn._core.checks import fraction, whole_number
+from levattn._core.checks import check_type, fraction, whole_number
 from levattn.attention import Window, macchiato
 from levattn.integrations.transformers.calls import (
     causal_padding,
@@ -193,8 +193,8 @@ def latent_parameters(model: Any) -> Iterator[Any]:
 
     Raises
     ------
-    ValueError
-        If the model is not extended.
+    TypeError, ValueError
+        If the model is none, or not extended.
 
     Examples
     --------
@@ -225,8 +225,8 @@ def latent_state_dict(model: Any) -> dict[str, Any]:
 
     Raises
     ------
-    ValueError
-        If the model is not extended.
+    TypeError, ValueError
+        If the model is none, or not extended.
 
     Examples
     --------
@@ -255,9 +255,9 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
 
     Raises
     ------
-    ValueError
-        If the model is not extended; if a tensor is missing, unknown or of another shape; or if the window or the
-        overlap differs. The model then stays unchanged.
+    TypeError, ValueError
+        If `state` is no mapping of tensors, or the model is not extended; if a tensor is missing, unknown or of
+        another shape; or if the window or the overlap differs. The model then stays unchanged.
 
     Examples
     --------
@@ -269,6 +269,7 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
     >>> load_latent_state_dict(model, latent_state_dict(model))
     """
     own = _named_tensors(model)
+    check_type("state", state, Mapping, "a mapping from names to tensors, as latent_state_dict returns")
     for problem, names in (("lacks", own.keys() - state.keys()), ("has besides", state.keys() - own.keys())):
         if names:
             raise ValueError(
@@ -277,20 +278,25 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
             )
     for name, tensor in own.items():
         given = state[name]
+        check_type(f"state[{name!r}]", given, torch.Tensor, "a tensor of torch")
         if tuple(given.shape) != tuple(tensor.shape):
             raise ValueError(
                 f"state has {name!r} of shape {tuple(given.shape)}; expected {tuple(tensor.shape)}. Extend the model "
                 "with the same number of latents"
             )
         if name.endswith(".settings") and given.tolist() != tensor.tolist():
-            (window, overlap), (own_window, own_overlap) = given.tolist(), tensor.tolist()
             raise ValueError(
-                f"state was trained with window={window}, overlap={_OVERLAPS[overlap]!r}, and the model has window="
-                f"{own_window}, overlap={_OVERLAPS[own_overlap]!r}; expected the same"
+                f"state was trained with {_settings(given)}, and the model has {_settings(tensor)}; expected the same"
             )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])
+
+
+def _settings(tensor: Any) -> str:
+    """Return the window and the overlap that a tensor holds, for a message."""
+    window, overlap = tensor.tolist()
+    return f"window={window}, overlap={(dict(enumerate(_OVERLAPS)).get(overlap, overlap))!r}"
 
 
 def state_size(cache: Any) -> dict[int, int]:
@@ -340,6 +346,7 @@ def _named_tensors(model: Any) -> dict[str, Any]:
 
 def _parts(model: Any) -> list[LatentLogits]:
     """Return the parts of the extended layers of a model, or raise if there are none."""
+    check_type("model", model, torch.nn.Module, "a model of transformers")
     parts = [module for module in model.modules() if isinstance(module, LatentLogits)]
     if not parts:
         raise ValueError(f"model is {type(model).__name__}, not extended; expected one that macchiato_from returned")

@@ -70,7 +70,7 @@ def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], atte
         raise TypeError(
             f"the cache is of type {type(cache).__name__}{', offloaded' if offloading else ''}; expected a "
             "DynamicCache on the device, whose layers can be replaced. Give DynamicCache(config=model.config), or "
-            "nothing"
+            "nothing, or use_cache=False if the model has an encoder"
         )
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())

@@ -109,7 +109,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         trials: int = 1,
         way: str = CACHE,
     ) -> None:
-        self._table = by_head("rows", ((row["layer"], row["head"], row) for row in rows))
+        self._table = by_head("rows", ((row["layer"], row["head"], row) for row in _complete(rows)))
         for (layer, head), row in self._table.items():
             figures = {name: row[name] for name in _FIGURES}
             if not all(is_number(x) or (x is None and name.endswith("error")) for name, x in figures.items()):
@@ -395,6 +395,19 @@ class HeadProfile(HeadsRecord, HeadsTable):
         fingerprint = None if known is None else Fingerprint.from_dict(known)
         way = document.get("way", CACHE)  # earlier files have none
         return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"], way)
+
+
+def _complete(rows: Any) -> Any:
+    """Return rows, or raise unless each has all figures of a head."""
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Sequence):
+        raise TypeError(f"rows is of type {type(rows).__name__}; expected a list of mappings, one for each head")
+    for row in rows:
+        lacks = {"layer", "head", *_FIGURES}.difference(row if isinstance(row, Mapping) else ())
+        if lacks:
+            raise ValueError(
+                f"rows has {row!r:.100}, which lacks {', '.join(sorted(lacks))}; expected the keys of a row of table"
+            )
+    return rows
 
 
 def _joined_error(one: tuple[float, float | None], two: tuple[float, float | None], apart: float) -> float:
