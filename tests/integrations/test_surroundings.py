@@ -466,6 +466,34 @@ def test_compiled_models_are_pruned_and_measured_as_others(measure: bool | None)
     assert len(graphs) <= 12  # before, between and after the attentions; of the statistics there are none
 
 
+class Logits(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False)
+
+    def forward(self, ids: Any) -> Any:
+        return self.model(ids, use_cache=False)[0]
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "torch.export": lambda model: torch.export.export(Logits(model), (tokens(),), strict=False),
+    "torch.jit.trace": lambda model: torch.jit.trace(Logits(model), (tokens(),), check_trace=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize("selection", [8, Selection(8, start=0)])  # one reads these positions densely
+def test_graphs_of_pruned_models_are_refused_by_name(how: str, selection: Any) -> None:
+    model = base()
+    with (
+        torch.no_grad(),
+        prune(model, selection),
+        pytest.raises(NotImplementedError, match=rf"LlamaAttention 0 was called under {how}, which hides the numbers"),
+    ):
+        WRITTEN[how](model)
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_models_read_compressed_caches() -> None:

@@ -145,7 +145,9 @@ def _tried(
 def _is_own(error: Exception) -> bool:
     """Tell whether an error is a refusal by the library."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return isinstance(error, ValueError) and frames[-1].f_globals["__name__"].startswith(f"{__package__}.")
+    return isinstance(error, ValueError | NotImplementedError) and frames[-1].f_globals["__name__"].startswith(
+        f"{__package__}."
+    )
 
 
 def _call(model: Any, inputs: dict[str, Any], changes: Changes) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from levattn._kernels.tensors import hidden_by
 from levattn.attention import Selection, causal_pruned_attention, pruned_attention
 from levattn.attention.arguments import untraced
 from levattn.attention.pruned.pruned import state_alone
@@ -280,6 +281,11 @@ def _attended(
     """Return the output of a pruned layer, (B, T, heads, D), and its weights if `output_attentions`."""
     part, call = PRUNED.begin(module, dropout, kwargs)
     layer, rows = layer_of(module), query.shape[2]
+    if (what := hidden_by((query,))) is not None:
+        raise NotImplementedError(
+            f"{layer} was called under {what}, which hides the numbers that pruned attention reads; expected a call "
+            "without it. Leave the with block of prune, or call remove on the model, first"
+        )
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (by_layer or not getattr(module, "scale_attn_weights", True)):
         raise ValueError(

@@ -123,6 +123,8 @@ def prune(
         model then stays unchanged. An `example` must be a mapping of tensors. Calls raise for packed sequences, more
         positions than the window of a named layer that slides, and dropout of weights. They also raise for a cache
         that is not a `DynamicCache`, or a mask that is neither full nor causal with padding.
+    NotImplementedError
+        In a call under torch.export, torch.jit.trace or torch.func.vmap, which hide numbers.
 
     Warns
     -----
