@@ -256,8 +256,8 @@ def load_latent_state_dict(model: Any, state: dict[str, Any]) -> None:
     Raises
     ------
     TypeError, ValueError
-        If `state` is no mapping of tensors, or the model is not extended; if a tensor is missing, unknown or of
-        another shape; or if the window or the overlap differs. The model then stays unchanged.
+        If `state` is no mapping of tensors, or the model is not extended. If a tensor is missing, unknown or of
+        another shape, or the window or the overlap differs. The model then stays unchanged.
 
     Examples
     --------
