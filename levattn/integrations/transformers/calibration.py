@@ -29,7 +29,7 @@ def _shares_of_heads(budgets: Any) -> dict[tuple[int, int], float]:
     found = {}
     for key, share in budgets.items():
         pair = tuple(key) if isinstance(key, tuple | list) else ()
-        if len(pair) != 2 or not all(isinstance(number, Integral) and number >= 0 for number in pair):
+        if len(pair) != 2 or any(not isinstance(number, Integral) or int(number) < 0 for number in pair):
             raise ValueError(f"budgets has the key {key!r}; expected the numbers of a layer and a head, from 0")
         found[int(pair[0]), int(pair[1])] = real_number(f"budgets[{key!r}]", share)
         if not 0 < found[int(pair[0]), int(pair[1])] <= 1:

@@ -262,7 +262,17 @@ def _attention(*args: Any, **options: Any) -> tuple[Any, Any]:
     Selections, states and statistics are numpy's and Python's. The compiler would trace some of these arrays as
     tensors, with other strides.
     """
-    return untraced(_attended, *args, **options)  # type: ignore[no-any-return]
+    return untraced(_read, *args, **options)  # type: ignore[no-any-return]
+
+
+def _read(module: Any, query: Any, *args: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the output of a pruned layer, as `_attended` does, or raise if its numbers are hidden."""
+    if (what := hidden_by((query,))) is not None:
+        raise NotImplementedError(
+            f"{layer_of(module)} was called under {what}, which hides the numbers that pruned attention reads; "
+            "expected a call without it. Leave the with block of prune, or call remove on the model, first"
+        )
+    return _attended(module, query, *args, **options)
 
 
 def _attended(
@@ -281,11 +291,6 @@ def _attended(
     """Return the output of a pruned layer, (B, T, heads, D), and its weights if `output_attentions`."""
     part, call = PRUNED.begin(module, dropout, kwargs)
     layer, rows = layer_of(module), query.shape[2]
-    if (what := hidden_by((query,))) is not None:
-        raise NotImplementedError(
-            f"{layer} was called under {what}, which hides the numbers that pruned attention reads; expected a call "
-            "without it. Leave the with block of prune, or call remove on the model, first"
-        )
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (by_layer or not getattr(module, "scale_attn_weights", True)):
         raise ValueError(
