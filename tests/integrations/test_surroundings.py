@@ -485,6 +485,8 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", WRITTEN)
 @pytest.mark.parametrize("selection", [8, Selection(8, start=0)])  # one reads these positions densely
 def test_graphs_of_pruned_models_are_refused_by_name(how: str, selection: Any) -> None:
+    if how == "torch.jit.trace" and transformers.__version__ < "5":
+        pytest.skip("masks of this release cannot be traced")
     model = base()
     with (
         torch.no_grad(),
