@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -802,14 +804,18 @@ def number_of(index: Any, batch: tuple[int, ...]) -> int:
             "the set is of one matrix, which has no axes to choose from; use `in`, or K[universal.indices] for keys"
         )
     place = index if isinstance(index, tuple) else (index,)
-    number = 0
-    whole = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in place)
-    if not whole or len(place) != len(batch) or any(not -n <= i < n for i, n in zip(place, batch, strict=True)):
+    numbers: list[int] = []
+    with suppress(TypeError):  # also a number of another library
+        numbers = [operator.index(i) for i in place if not isinstance(i, bool | np.bool_)]
+    if not len(numbers) == len(place) == len(batch) or any(
+        not -n <= i < n for i, n in zip(numbers, batch, strict=True)
+    ):
         raise IndexError(
             f"the index is {index!r}; expected {len(batch)} whole numbers, one for each axis of the batch {batch}"
         )
-    for i, n in zip(place, batch, strict=True):
-        number = number * n + int(i) % n
+    number = 0
+    for i, n in zip(numbers, batch, strict=True):
+        number = number * n + i % n
     return number
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -558,6 +560,25 @@ def test_changed_models_run_in_the_process_that_loads_them(tmp_path: Any) -> Non
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_no_states_pass_for_those_of_a_pruning_of_another_process(tmp_path: Any) -> None:
+    model, context = base(), tokens(1, CONTEXT)
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            prune(model, {0: 12, 1: 12})
+            torch.save(model, tmp_path / "model")
+        os._exit(0)
+    os.waitpid(child, 0)
+    prune(model, {0: Selection(8, start=0), 1: Selection(8, start=0)})
+    cache = transformers.DynamicCache(config=model.config)
+    read(model, cache, context)
+    other = torch.load(tmp_path / "model", weights_only=False)
+    with pytest.raises(ValueError, match="the cache holds the states of another call of prune"):
+        read(other, cache, QUESTION)
 
 
 @pytest.mark.parametrize("use", ["none", "compress", "ask", "prune"])

@@ -19,7 +19,15 @@ from decoders import CACHE, ENCODERS, LEFT, PADDED, SIZES, T, base, difference, 
 
 import levattn  # noqa: E402
 from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
-from levattn.integrations.transformers import calibrate, inspect_model, macchiato_from, prune, remove  # noqa: E402
+from levattn.integrations.transformers import (  # noqa: E402
+    Calibration,
+    HeadProfile,
+    calibrate,
+    inspect_model,
+    macchiato_from,
+    prune,
+    remove,
+)
 from tests.pruned_calls import attend  # noqa: E402
 
 DECODERS = ["Llama", "Qwen2", "Mistral", "Gemma", "GPTNeoX"]
@@ -663,6 +671,12 @@ def other(family: str, **options: Any) -> Any:
     return getattr(transformers, family + "Model")(getattr(transformers, family + "Config")(**{**SIZES, **options}))
 
 
+def profile_of(costs: dict[tuple[int, int], float]) -> HeadProfile:
+    figures = {"recall_error": 0.1, "text": 0.0, "text_error": 0.1}
+    rows = [{"layer": layer, "head": head, "recall": cost, **figures} for (layer, head), cost in costs.items()]
+    return HeadProfile(rows, "LlamaModel", 1 / 16, way="reading")
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no model": (lambda: prune(torch.nn.Linear(2, 2), 8), "model is of type Linear"),
     "bounded logits": (
@@ -711,7 +725,22 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "empty mapping": (lambda: prune(base(), {}), "selection is empty"),
     "mapping and layers": (lambda: prune(base(), {0: 8}, layers=[0]), "selection names layers, and layers or heads"),
     "mapping twice": (lambda: prune(base(), {0: 8, (0, 1): 9}), "selection names head 1 of layer 0 twice"),
-    "mapping to no head": (lambda: prune(base(), {(0, 2): 8}), r"heads is \[2\]; expected"),
+    "mapping to no head": (
+        lambda: prune(base(), {(0, 2): 8}),
+        "selection names head 2 of layer 0, and the model has 2 heads in this layer",
+    ),
+    "mapping to no layer": (
+        lambda: prune(base(), {2: 8}),
+        r"selection names layer 2, and the model has the layers \[0, 1\]; expected heads of this model",
+    ),
+    "calibration of another model": (
+        lambda: prune(base(), Calibration({(3, 0): 0.5}, "LlamaModel", "logits", 0.1, 0.1)),
+        r"selection is a calibration that names head 0 of layer 3, and the model has the layers \[0, 1\]",
+    ),
+    "profile of another model": (
+        lambda: prune(base(), 0.5, heads=profile_of({(0, 0): 1.0, (0, 5): 2.0})),
+        "heads is a profile that names head 5 of layer 0, and the model has 2 heads in this layer",
+    ),
     "mapping from a name": (lambda: prune(base(), {"a": 8}), "selection has the key 'a'"),
     "mapping to a name": (lambda: prune(base(), {0: "8"}), r"selection\[0\] is of type str"),
     "layers of another type": (lambda: prune(base(), 8, layers=[[0]]), r"layers is \[\[0\]\]; expected whole"),

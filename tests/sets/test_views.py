@@ -55,6 +55,7 @@ def test_the_set_of_one_head_is_the_set_of_its_keys(options: dict[str, Any]) -> 
             alone = levattn.universal_set(K[place], 0.2, mask=mask[place])
             np.testing.assert_array_equal(one.indices, alone.indices)
     np.testing.assert_array_equal(whole[-1, -1].mask, whole[1, 2].mask)
+    np.testing.assert_array_equal(whole[np.array(1), np.uint8(2)].mask, whole[1, 2].mask)
 
 
 def test_the_set_of_one_head_serves_heavy_attention() -> None:

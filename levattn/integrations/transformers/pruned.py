@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from levattn.integrations.transformers.states import FullPrunedLayer, Held, Slid
 START = 1536  # the first ones
 FEW = 256  # those of a call after others: questions, answers
 REST = 1024  # those after the first ones, where no more have come: the first selection costs what they save
-_prunings = count()  # each state in a cache belongs to a pruning
 
 
 @dataclass(frozen=True)
@@ -239,12 +238,14 @@ class LayerPruning:
     tally: of `levattn.integrations.transformers.measuring`, or None.
 
     seen: a list that takes the arrays of each call, or None.
+
+    pruning: a name that no other has, also in other processes; each state in a cache belongs to a pruning.
     """
 
     splits: tuple[tuple[int, tuple[Group, ...]], ...]
     tally: Any = None
     seen: list[Arrays] | None = None
-    pruning: int = field(default_factory=lambda: next(_prunings))
+    pruning: str = field(default_factory=lambda: uuid4().hex)
 
     def groups_of(self, length: int) -> tuple[Group, ...]:
         """Return the groups of a text."""

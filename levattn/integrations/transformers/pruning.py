@@ -174,7 +174,9 @@ def prune(
             "selection is a HeadProfile; expected a share, and the profile as heads: prune(model, 0.25, heads=profile)"
         )
     alike, splits = layers is None and heads is None and not isinstance(selection, Mapping), None
+    origin = "selection is a calibration that" if isinstance(selection, Calibration) else "selection"
     if isinstance(heads, HeadProfile | str):
+        origin = "heads is a profile that"
         profile, heads = profile_for(model, heads, selection, READING), None
         if profile is not None:
             splits = _split_by(profile, selection, layers)
@@ -189,7 +191,7 @@ def prune(
     register()
     there = discovered(PRUNED, model, named, example)
     chosen = whole_layers(model, there) if named is None else layers
-    of_heads = _selections_of(selection, there, chosen, heads)
+    of_heads = _selections_of(selection, there, chosen, heads, origin)
     for number, head in of_heads:
         checked_selection(of_heads[number, head], causal=there[number].causal)
     parts = _parts_of(there, splits or [(0, of_heads)], measure)
@@ -294,9 +296,9 @@ def _changed(model: Any, there: dict[int, ModelLayer], parts: dict[int, LayerPru
 
 
 def _selections_of(
-    selection: Any, there: dict[int, ModelLayer], layers: Any, heads: Any
+    selection: Any, there: dict[int, ModelLayer], layers: Any, heads: Any, origin: str
 ) -> dict[tuple[int, int], Selection]:
-    """Return the selection of each head that is named, by layer and head."""
+    """Return the selection of each head that is named, by layer and head; origin: of a mapping, for messages."""
     if not isinstance(selection, Mapping):
         return {
             (number, head): selection
@@ -313,9 +315,13 @@ def _selections_of(
         if not 1 <= len(pair) <= 2 or any(isinstance(x, bool) or not isinstance(x, Integral) for x in pair):
             raise TypeError(f"selection has the key {key!r}; expected the number of a layer, or (layer, head)")
         own = as_selection(value, f"selection[{key!r}]")
-        (number,) = numbers_among("layers", [int(pair[0])], list(there))
-        which = None if len(pair) == 1 else [int(pair[1])]
-        for head in numbers_among("heads", which, list(range(there[number].heads))):
+        number, *which = map(int, pair)
+        count = there[number].heads if number in there else 0
+        if number not in there or (which and not 0 <= which[0] < count):
+            named = f"head {which[0]} of layer {number}" if which else f"layer {number}"
+            has = f"{count} heads in this layer" if number in there else f"the layers {list(there)}"
+            raise ValueError(f"{origin} names {named}, and the model has {has}; expected heads of this model")
+        for head in which or range(count):
             if (number, head) in found:
                 raise ValueError(f"selection names head {head} of layer {number} twice; expected it once")
             found[number, head] = own

@@ -158,12 +158,12 @@ class PrunedLayer(StateLayer):
 
     keys: Any
     values: Any
-    pruning: int | None = None  # the number of the pruning that computed the states
+    pruning: str | None = None  # the name of the pruning that computed the states
     first: int = 0  # number of positions of the longest sequence in the first call
     states: States = ()
     counts: Any = None  # (B,), the number of present positions of each sequence, or None for all
 
-    def begin(self, pruning: int) -> int:
+    def begin(self, pruning: str) -> int:
         """Return the number of positions that a pruning has seen, or raise if the states belong to another."""
         if self.pruning not in (None, pruning):
             raise ValueError(
