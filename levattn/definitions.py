@@ -332,16 +332,16 @@ def group_leverage(K: Float64, labels: Int64) -> Float64:
 
 
 def lewis_weights(K: Float64, p: float, rounds: int = 100) -> Float64:
-    r"""Return the Lewis weights: :math:`w_j` with :math:`w_j = \tau_j(W^{1/2 - 1/p} K)`, for p below 4.
+    r"""Return the Lewis weights: :math:`w_j` with :math:`w_j = \tau_j(W^{1/2 - 1/p} K)`.
 
     Parameters
     ----------
     K : array of shape (n, d)
         Keys without rows of zeros.
-    p : float in (0, 4)
-        The power.
+    p : float
+        The power, above 0.
     rounds : int, default 100
-        Rounds of the iteration; its error falls by the factor \|p/2 − 1\| in each.
+        Rounds of the iteration. Its error falls by the factor 1 − p/2 in each for p < 2, and 1 − 2/p for p > 2.
 
     Returns
     -------
@@ -358,7 +358,8 @@ def lewis_weights(K: Float64, p: float, rounds: int = 100) -> Float64:
 
     References
     ----------
-    Cohen and Peng, "L_p row sampling by Lewis weights", STOC 2015, Section 3.
+    Cohen and Peng, "L_p row sampling by Lewis weights", STOC 2015, Section 3, for p < 2. Cohen, Cousins, Lee and Yang,
+    "A near-optimal algorithm for approximating the John ellipsoid", COLT 2019, for p > 2.
 
     Examples
     --------
@@ -370,7 +371,8 @@ def lewis_weights(K: Float64, p: float, rounds: int = 100) -> Float64:
     w = np.ones(len(K))
     for _ in range(rounds):
         G = K.T @ (w[:, None] ** (1 - 2 / p) * K)
-        w = np.sum(K @ _inverse(G) * K, axis=1) ** (p / 2)
+        h = np.sum(K @ _inverse(G) * K, axis=1)
+        w = h ** (p / 2) if p < 2 else w ** (1 - 2 / p) * h
     return w
 
 

@@ -102,15 +102,17 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     p : float
         The exponent, above 0.
     iterations : int, default 5
-        Number of iterations, at least 0. For p < 4 each brings the fixed point nearer by the factor abs(p/2 − 1). For
-        p ≥ 4 they form the running mean of leverage scores, which converges slowly.
+        Number of iterations, at least 0. For p < 2 each brings the fixed point nearer by the factor 1 − p/2. For p > 2
+        the factor is 1 − 2/p in the end. Smaller weights take longer, as they come from leverage scores of unweighted
+        keys.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have weight 0.
 
     Returns
     -------
     array of float64, shape (..., n)
-        Weights, 0 for zero keys. They are approximate; `sensitivities` turns any weights into bounds.
+        Weights, 0 for zero keys. They are approximate; `sensitivities` turns any weights into bounds. For p ≥ 2 each
+        lies in [0, 1], and they sum to the rank, up to rounding upward.
 
     Raises
     ------
@@ -129,8 +131,9 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
 
     References
     ----------
-    Cohen and Peng, ℓp row sampling by Lewis weights, STOC 2015 (arXiv:1412.0588): the fixed point for p < 4. Lee, PhD
-    thesis, MIT 2016: the running mean.
+    Cohen and Peng, ℓp row sampling by Lewis weights, STOC 2015 (arXiv:1412.0588): the fixed point for p < 2. Cohen,
+    Cousins, Lee and Yang, A near-optimal algorithm for approximating the John ellipsoid, COLT 2019 (arXiv:1905.11580):
+    the iteration for p > 2, there for p = ∞. That each step increases a concave function is shown in docs/design.md.
 
     Examples
     --------
@@ -145,9 +148,10 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     matrices = as_matrices(K, "K").masked(mask)
     factor = factorize(matrices, method="auto")
     rows, exponent, tau = replace(factor.rows, scale=None), function.p, raised_scores(factor)
+    count = whole_number("iterations", iterations, 0)
     if exponent != 2:
-        v, tau, _, scale = iterated(rows, tau, factor.rank, exponent, whole_number("iterations", iterations, 0))
-        tau = (tau / (v * scale) ** 2) ** (exponent / 2)
+        v, tau, _, scale = iterated(rows, tau, factor.rank, exponent, count)
+        tau = tau if exponent > 2 else (tau / (v * scale) ** 2) ** (exponent / 2)
     return matrices.wrap(to_device(np.asarray(tau), matrices.data))
 
 

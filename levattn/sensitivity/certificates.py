@@ -239,6 +239,10 @@ def iterated(
 ) -> tuple[Float64, Float64, Float64, Float64]:
     """Iterate toward Lewis weights w from equal weights, with leverage scores `tau` and ranks `rank`.
 
+    Let τ be the leverage scores of the rows times w^{1/2 − 1/p}, which are w at the fixed point. New weights are τ for
+    p > 2. Each step then increases a concave function, and the distance from its maximum falls by the factor 1 − 2/p
+    in the end. For p < 2 they are τ^{p/2} w^{1 − p/2}, a contraction by the factor 1 − p/2.
+
     Return the row weights v, at most 1 (read-only where they are equal), and the leverage scores of the weighted rows.
     Also return the factor (b,) by which the rounding of weighted rows may raise the root of a score. The last result
     is a scale (b, 1): v times it is w^{1/2 − 1/p}. Where new weights would push directions beyond the rank
@@ -246,19 +250,14 @@ def iterated(
     """
     live = tau > 0
     v: Float64 = np.broadcast_to(np.ones(1), tau.shape)
-    mean: Float64 = np.zeros(tau.shape if p >= 4 else (len(tau), 0))
     going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
     last: Factor | None = None
-    for step in range(iterations):
+    for _ in range(iterations):
         new: Float64 = np.empty(tau.shape)
 
-        def body(part: slice, v: Float64 = v, tau: Float64 = tau, new: Float64 = new, step: int = step) -> None:
+        def body(part: slice, v: Float64 = v, tau: Float64 = tau, new: Float64 = new) -> None:
             t = tau[:, part]
-            if p < 4:  # w = (τ/v²)^{p/2}
-                new[:, part] = (t / v[:, part] ** 2) ** (p / 4 - 0.5)
-            else:
-                mean[:, part] += (t - mean[:, part]) / (step + 1)
-                new[:, part] = mean[:, part] ** (0.5 - 1 / p)
+            new[:, part] = t ** (0.5 - 1 / p) if p > 2 else (t / v[:, part] ** 2) ** (p / 4 - 0.5)
 
         with np.errstate(divide="ignore", over="ignore"):
             by_chunks(body, v.shape[1])
@@ -277,7 +276,7 @@ def iterated(
         if not going.any():
             break
         last = factor
-        scale = np.where(going[:, None], largest * (scale ** (1 - p / 2) if p < 4 else 1.0), scale)
+        scale = np.where(going[:, None], largest * (1.0 if p > 2 else scale ** (1 - p / 2)), scale)
         if going.all():
             v, tau = new, np.zeros(0)  # frees memory for the scores
             tau = raised_scores(factor, live)

@@ -72,7 +72,7 @@ def test_worst_queries_attain_leverage_scores_and_no_query_exceeds_them(K):
     assert np.all(definitions.sensitivities(K, random) <= tau + 1e-9)
 
 
-@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0, 5.0])
 def test_lewis_weights_solve_their_equation(p):
     K = np.random.default_rng(2).standard_normal((40, 4))
     w = definitions.lewis_weights(K, p)

@@ -105,7 +105,7 @@ def test_auto_is_the_least_of_the_others(f: Any) -> None:
     assert auto.total == pytest.approx(auto.upper.sum())
 
 
-@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0])
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0, 4.0, 6.0])
 def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     K = np.random.default_rng(0).standard_normal((300, 5)) * np.clip(
         np.random.default_rng(1).standard_cauchy((300, 1)), -50, 50
@@ -119,6 +119,22 @@ def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     np.testing.assert_allclose(levattn.lewis_weights(turned, p, iterations=60), w, rtol=1e-5)
     total = levattn.sensitivities(K, p, method="lewis", iterations=60).total
     assert total <= 5 ** max(1, p / 2) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("p", [2, 2.5, 4, 6, 30, 1000, 1e308])
+def test_lewis_weights_are_shares_of_the_rank_after_any_iteration(p: float) -> None:
+    K = np.random.default_rng(0).standard_cauchy((300, 5))
+    before = -np.inf
+    for iterations in (0, 1, 2, 5, 20):
+        w = levattn.lewis_weights(K, p, iterations=iterations)
+        assert w.min() >= 0
+        assert w.max() <= 1 + 1e-9
+        assert w.sum() == pytest.approx(5, rel=1e-9)
+        if p > 2:  # no step lessens what the weights maximize
+            _, log_det = np.linalg.slogdet(K.T @ (w[:, None] ** (1 - 2 / p) * K))
+            now = log_det / (1 - 2 / p) - w.sum()
+            assert now >= before - 1e-9
+            before = now
 
 
 @pytest.mark.parametrize("p", [4, 6])
