@@ -325,6 +325,24 @@ def test_a_cache_of_a_pruned_model_goes_on_without_pruning() -> None:
 # Caches
 
 
+def test_a_cache_that_a_call_left_in_the_middle_is_refused_with_the_way_out() -> None:
+    model = base()
+    prune(model, {0: Selection(8, start=0), 1: Selection(8, start=0)})
+    cache = transformers.DynamicCache(config=model.config)
+    model(tokens(2, T), **{CACHE: cache})
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        model(tokens(2, T), **{CACHE: cache})
+    hook.remove()
+    for count in (5, 1):
+        with pytest.raises(ValueError, match="an empty .*if an earlier call failed between two layers"):
+            model(tokens(2, count), **{CACHE: cache})
+
+
 def test_positions_in_the_cache_cannot_be_left_out_later() -> None:
     model, mask = base(), torch.ones(1, T + 1, dtype=torch.int64)
     mask[0, 5:9] = 0

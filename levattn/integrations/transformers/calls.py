@@ -292,7 +292,7 @@ def padding_and_kind(layer: str, mask: Any, rows: int, keys: int, causal: bool) 
     if seen.shape[-1] != keys:
         raise ValueError(
             f"{layer} was given the attention mask {tuple(mask.shape)} for {keys} keys; expected one with as many "
-            "columns. Give a DynamicCache, or none"
+            "columns. Give a DynamicCache, or none; an empty one if an earlier call failed between two layers"
         )
     present = seen if seen.ndim == 2 else seen[:, -1]
     if seen.ndim == 3 and seen.shape[1] == 1 < rows:

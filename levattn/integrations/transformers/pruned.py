@@ -349,7 +349,7 @@ def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: 
         raise ValueError(
             f"{layer} has {rows} queries and {keys} keys; expected {seen} keys: at the positions of the queries, and "
             "in a DynamicCache that this model has filled. Leave layers with cross-attention, or with a cache of "
-            "another type, out of layers"
+            "another type, out of layers. Begin with an empty cache if an earlier call failed between two layers"
         )
 
 
