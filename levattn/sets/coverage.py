@@ -379,6 +379,8 @@ class AdaptiveCoverage(SharedState):
     >>> covered = following.update(rng.standard_normal((2000, 8)) + 1)  # other queries than those given
     >>> following.seen, bool(abs(covered.mean() - 0.9) < 0.03)
     (2000, True)
+    >>> following
+    AdaptiveCoverage(105 of 200 keys, coverage=0.9, seen=2000, missed=198)
     """
 
     @where_arrays_are
@@ -414,6 +416,12 @@ class AdaptiveCoverage(SharedState):
         return other
 
     __copy__ = _snapshot
+
+    @locked
+    def __repr__(self) -> str:
+        """Return the figures on one line."""
+        wish = f"coverage={self._wish.coverage:.6g}, seen={self.seen}, missed={self.missed}"
+        return f"AdaptiveCoverage({self.size} of {len(self._order)} keys, {wish})"
 
     @property
     @locked
