@@ -421,8 +421,8 @@ def as_matrices(array: Any, name: str, *, sparse: bool = False) -> Matrices:
     return Matrices(with_shape(data, shape), batch, kind, give_back)
 
 
-def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
-    """Return the numbers of an array for the kernels, their format, and a function back to the array's kind."""
+def floats_of(array: Any, name: str) -> tuple[Any, str]:
+    """Return a dense array of real floats, also of a list, and its format; raise for anything else."""
     conversion = f"{name}.astype('float64')"
     if isinstance(array, list | tuple):
         array, conversion = from_list(array, name), f"numpy.array({name}, 'float64')"
@@ -438,10 +438,15 @@ def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
             f"{name} is of type {type(array).__name__}; expected a dense array (numpy, torch, CuPy or another "
             f"namespace of the array-API standard). {remedy_of(array, name)}"
         )
-    shared = as_cupy(array)
-    if shared is None and not isinstance(array, np.ndarray) and not is_torch(array) and not is_jax(array):
+    if not isinstance(array, np.ndarray) and not is_torch(array) and not is_jax(array) and as_cupy(array) is None:
         conversion = f"xp.astype({name}, xp.float64) of its namespace xp"
-    kind = format_of(array.dtype, name, conversion)
+    return array, format_of(array.dtype, name, conversion)
+
+
+def _dense(array: Any, name: str) -> tuple[Any, str, Callable[[Any], Any]]:
+    """Return the numbers of an array for the kernels, their format, and a function back to the array's kind."""
+    array, kind = floats_of(array, name)
+    shared = as_cupy(array)
     if isinstance(array, np.ndarray):
         return _numpy_words(array), kind, np.asarray
     if is_jax(array):

@@ -10,12 +10,12 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, is_torch, take_rows, to_device, to_numpy
+from levattn._core.arrays import Matrices, as_matrices, floats_of, is_torch, take_rows, to_device, to_numpy
 from levattn._core.checks import count_of_rows, fraction, positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import is_scipy_sparse
-from levattn._core.types import Float64, Int64
+from levattn._core.types import Float64, Int64, format_of
 from levattn._kernels import Rows
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
@@ -172,7 +172,7 @@ class RowSample:
 
         Parameters
         ----------
-        K : array of shape (n, ...), or a sparse matrix in CSR format, optional
+        K : array of floats of shape (n, ...), or a sparse matrix in CSR format, optional
             The rows, or anything that goes with them. By default the sample's own `keys`, of a stream or of chunks.
         p : float, default 2
             The power, above 0.
@@ -185,8 +185,8 @@ class RowSample:
         Raises
         ------
         TypeError, ValueError
-            If K has not n rows, or p is not above 0. Also if K is left out and the sample has no keys, or the weights
-            leave the range of its dtype.
+            If K has other numbers than floats, or not n rows, or p is not above 0. Also if K is left out and the
+            sample has no keys, or the weights leave the range of its dtype.
         """
         p = positive_number("p", p)
         root = self.weights ** (1 / p)
@@ -194,7 +194,11 @@ class RowSample:
             if self.keys is None:
                 raise ValueError("K is left out, and this sample is of an array; expected that array")
             return self.keys.astype(np.float64) * root[:, None]
-        n = K.shape[0] if getattr(K, "shape", ()) else None
+        if is_scipy_sparse(K):
+            format_of(K.dtype, "K", "K.astype('float64')")
+        else:
+            K, _ = floats_of(K, "K")
+        n = K.shape[0] if K.shape else None
         if n != self.rows_of_all:
             raise ValueError(f"K has {n} rows; expected {self.rows_of_all}, the rows that were sampled")
         if is_scipy_sparse(K):
