@@ -339,7 +339,7 @@ def test_a_cache_that_a_call_left_in_the_middle_is_refused_with_the_way_out() ->
         model(tokens(2, T), **{CACHE: cache})
     hook.remove()
     for count in (5, 1):
-        with pytest.raises(ValueError, match="an empty .*if an earlier call failed between two layers"):
+        with pytest.raises(ValueError, match=r"an empty .*if an earlier call failed between two layers"):
             model(tokens(2, count), **{CACHE: cache})
 
 
