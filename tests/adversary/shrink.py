@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -114,11 +116,19 @@ def _cost(A: Float) -> int:
 def called_by(call: Callable[..., Any]) -> list[Callable[..., Any]]:
     """The functions of routes that a call needs, itself the last."""
     found = []
-    for name in call.__code__.co_names:
+    for name in _global_names(call.__code__):
         other = getattr(routes, name, None)
         if inspect.isfunction(other) and inspect.getmodule(other) is routes:
             found += called_by(other)
     return list(dict.fromkeys([*found, call]))
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """The global names that code reads, also in comprehensions, which are code of their own before Python 3.12."""
+    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _global_names(part)
 
 
 # -- as a script ------------------------------------------------------------------------------------------------------
