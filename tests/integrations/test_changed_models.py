@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -285,6 +286,33 @@ def test_settings_that_are_made_on_a_changed_model_stay(form: str) -> None:
     assert (found.use_cache, found.note, found._attn_implementation) == (False, "of a user", "sdpa")
     assert found.id2label[7] == "another"
     assert model.model.config is found
+
+
+@both
+def test_any_settings_of_a_config_come_through_a_change(form: str) -> None:
+    model = base()
+    part = transformers.CLIPVisionConfig()
+    config, implementation = model.config, part._attn_implementation
+    config.numbers, config.more, config.part, config.note = np.arange(3), torch.arange(4), part, "of a user"
+    change(model, form)
+    model.config.numbers[0], model.config.part.note = 7, "of a user"
+    del model.config.note
+    remove(model)
+    assert model.config is config
+    assert (config.numbers.tolist(), config.more.tolist()) == ([7, 1, 2], [0, 1, 2, 3])
+    assert not hasattr(config, "note")
+    assert config.part is part
+    assert (part.note, part._attn_implementation) == ("of a user", implementation)
+
+
+@both
+def test_a_config_is_the_same_under_each_name(form: str) -> None:
+    model = base()
+    config = model.model.text_config = model.config  # as diffusion_gemma, which makes its masks by it
+    change(model, form)
+    assert model.model.text_config is model.model.config
+    remove(model)
+    assert model.model.text_config is model.config is config
 
 
 @both

@@ -92,39 +92,57 @@ class Changes:
 
     def give_configs(self, model: Any, configs: Iterable[Any], implementation: str) -> None:
         """Let a model read copies of its configs, with another attention; other models may have the same configs."""
+        chosen = {id(config) for config in configs}
         copies: dict[int, Any] = {}
-        for config in configs:
-            own = copies[id(config)] = copy.deepcopy(config)
-            own._attn_implementation = implementation
-            self._configs.append((config, own, copy.deepcopy(vars(own))))
         for module in model.modules():
-            config = getattr(module, "config", None)
-            if isinstance(config, PretrainedConfig) and (own := self._copied(config, copies)) is not config:
-                self.give(module, "config", own)
+            for name, config in [*vars(module).items()]:
+                if isinstance(config, PretrainedConfig):
+                    own = self._copied(config, chosen, implementation, copies)
+                    if own is not config:
+                        self.give(module, name, own)
 
-    def _copied(self, config: Any, copies: dict[int, Any]) -> Any:
-        """Return the copy of a config, or of one that holds such a config; the config itself without any."""
+    def _copied(self, config: Any, chosen: set[int], implementation: str, copies: dict[int, Any]) -> Any:
+        """Return the copy of a chosen config, or of one that holds such a config, else the config itself.
+
+        A copy holds the same configs as the modules do: copies of the chosen ones, and the others themselves.
+        """
         if id(config) not in copies:
             parts = {name: part for name, part in vars(config).items() if isinstance(part, PretrainedConfig)}
-            changed = {name: own for name, part in parts.items() if (own := self._copied(part, copies)) is not part}
-            own = copies[id(config)] = copy.copy(config) if changed else config
-            if changed:
-                vars(own).update(changed)
-                self._configs.append((config, own, dict(vars(own))))
+            own_parts = {name: self._copied(part, chosen, implementation, copies) for name, part in parts.items()}
+            own = config
+            if id(config) in chosen or any(own_parts[name] is not part for name, part in parts.items()):
+                own = copy.deepcopy(config)
+                if id(config) in chosen:
+                    own._attn_implementation = implementation  # also of its parts, which are replaced next
+                vars(own).update(own_parts)
+                same = {id(part): part for part in own_parts.values()}
+                self._configs.append((config, own, copy.deepcopy(vars(own), same)))
+            copies[id(config)] = own
         return copies[id(config)]
 
     def undo(self) -> None:
         """Restore the model; a second call does nothing, or continues one that was interrupted."""
         for hook in self.hooks:
             hook.remove()
-        for config, own, before in self._configs:  # what a user has set meanwhile stays
-            vars(config).update({k: v for k, v in vars(own).items() if k not in before or before[k] != v})
+        for config, own, before in self._configs:  # what a user has set or deleted meanwhile stays
+            now = vars(own)
+            vars(config).update({k: v for k, v in now.items() if k not in before or not _alike(before[k], v)})
+            for name in before.keys() - now.keys():
+                vars(config).pop(name, None)
         for target, name, value in reversed(self._before):
             if value is not ...:
                 setattr(target, name, value)
             elif hasattr(target, name):
                 delattr(target, name)
         self.hooks, self._before, self._configs = [], [], []
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Tell whether two settings are equal; arrays of several numbers do not tell, and count as changed."""
+    try:
+        return one is two or (type(one) is type(two) and bool(one == two))
+    except Exception:
+        return False
 
 
 @dataclass
