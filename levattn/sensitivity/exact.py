@@ -468,13 +468,16 @@ def _of_softmax(keys: Float64, f: Softmax) -> ExactSensitivities:
 
 
 def _reached(rows: Float64, log_counts: Float64, queries: Float64) -> Float64:
-    """Return the logarithm of the weight that each row has at the query of its number."""
+    """Return the logarithm of the weight that each row has at the query of its number, less its rounding."""
     rows, found = rows - rows.mean(axis=0), np.empty(len(rows))
+    sizes = np.abs(rows)
     for part in _chunks(len(rows), len(rows)):
         logits = queries[part] @ rows.T + log_counts
         shift = logits.max(axis=1, keepdims=True)
         own = np.einsum("ja,ja->j", queries[part], rows[part])
-        found[part] = own - shift[:, 0] - np.log(np.exp(logits - shift).sum(axis=1))
+        largest = (np.abs(queries[part]) @ sizes.T).max(axis=1)  # of products before they cancel
+        doubt = 2 * _EPS * (rows.shape[1] + 4) * largest
+        found[part] = own - shift[:, 0] - np.log(np.exp(logits - shift).sum(axis=1)) - doubt
     return found
 
 

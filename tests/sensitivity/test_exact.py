@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,17 @@ def test_rounding_admits_no_query_outside_of_a_singular_ellipsoid(b: tuple[float
     assert np.all(found.lower <= best * (1 + 1e-9))  # between two points of the line
     assert np.all(best <= found.upper * (1 + 1e-14))
     assert np.all(found.upper - found.lower < 1e-6)
+
+
+def test_lower_ends_allow_for_products_that_cancel() -> None:
+    """Long keys lie along the short axis of the ellipsoid; their products with queries are exact here."""
+    rng, along = np.random.default_rng(0), np.array([-3.0, 1.0, 1.0])
+    K = rng.integers(-4, 5, (7, 3)) + np.round(1e6 * rng.standard_normal((7, 1)) * np.linalg.svd(along[None])[2][-1])
+    found = exact_sensitivities(K, Softmax(1.0, np.outer(along, along) + 2.0**-50 * np.eye(3)))
+    for j, query in enumerate(found.queries):
+        exact = [sum(Fraction(a) * Fraction(b) for a, b in zip(key, query, strict=True)) for key in K]
+        logits = np.array([float(logit - exact[j]) for logit in exact])
+        assert found.lower[j] <= np.exp(-logsumexp(logits)) * (1 + 1e-15)
 
 
 # -- invariance ------------------------------------------------------------------------
