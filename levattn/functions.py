@@ -411,7 +411,7 @@ class Softmax:
                 inside = np.where(
                     sizes > 0, inside / np.where(sizes > 0, sizes, 1.0), np.where(inside == 0, 0, np.inf)
                 )
-                inside = (inside @ vectors) / np.sqrt(values)
+                inside = (inside @ vectors) / np.sqrt(np.where(values > 0, values, 1.0))  # they are 0 for Σ = 0
             return np.asarray(np.linalg.norm(inside, axis=1) <= 1 + INSIDE)
 
     def _check(self, d: int) -> None:

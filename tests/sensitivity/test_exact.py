@@ -270,6 +270,15 @@ def test_lower_ends_allow_for_products_that_cancel() -> None:
         assert found.lower[j] <= np.exp(-logsumexp(logits)) * (1 + 1e-15)
 
 
+def test_an_ellipsoid_of_one_point_admits_it() -> None:
+    K, f = gauss(5, 2), Softmax(2.0, np.zeros((2, 2)))
+    found = exact_sensitivities(K, f)
+    np.testing.assert_allclose([found.lower, found.upper], 1 / 5, rtol=1e-14)
+    assert f.contains(found.queries).all()
+    assert not f.contains(np.array([[1e-300, 0.0], [np.inf, 0.0]])).any()
+    assert heavy_attention(found.queries, K, 0.1, f=f).entries.nnz == 25
+
+
 # -- invariance ------------------------------------------------------------------------
 
 
