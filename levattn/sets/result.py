@@ -806,7 +806,7 @@ def number_of(index: Any, batch: tuple[int, ...]) -> int:
     place = index if isinstance(index, tuple) else (index,)
     numbers: list[int] = []
     with suppress(TypeError):  # also a number of another library
-        numbers = [operator.index(i) for i in place if not isinstance(i, bool | np.bool_)]
+        numbers = [operator.index(i) for i in place if not (isinstance(i, bool) or _is_flag_or_list(i))]
     if not len(numbers) == len(place) == len(batch) or any(
         not -n <= i < n for i, n in zip(numbers, batch, strict=True)
     ):
@@ -817,6 +817,11 @@ def number_of(index: Any, batch: tuple[int, ...]) -> int:
     for i, n in zip(numbers, batch, strict=True):
         number = number * n + i % n
     return number
+
+
+def _is_flag_or_list(index: Any) -> bool:
+    """Tell whether an array is a flag, or has axes. Python takes tensors of torch with one entry as numbers."""
+    return bool(getattr(index, "ndim", 0)) or str(getattr(index, "dtype", "")).endswith("bool")
 
 
 def item_of(universal: UniversalSet, number: int) -> UniversalSet:

@@ -58,6 +58,15 @@ def test_the_set_of_one_head_is_the_set_of_its_keys(options: dict[str, Any]) -> 
     np.testing.assert_array_equal(whole[np.array(1), np.uint8(2)].mask, whole[1, 2].mask)
 
 
+def test_a_tensor_that_is_no_number_is_no_index() -> None:
+    torch = pytest.importorskip("torch")
+    whole = levattn.universal_set(keys(2, 3), 0.2)
+    np.testing.assert_array_equal(whole[torch.tensor(1), 2].mask, whole[1, 2].mask)
+    for index in (torch.tensor(True), torch.tensor([1]), np.array([1]), np.True_):
+        with pytest.raises(IndexError, match="expected 2 whole numbers, one for each axis of the batch"):
+            whole[index, 2]
+
+
 def test_the_set_of_one_head_serves_heavy_attention() -> None:
     K = keys(3)
     whole = levattn.universal_set(K, 0.2)
