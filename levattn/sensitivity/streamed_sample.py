@@ -47,9 +47,8 @@ class _Rule:
         """Return c for rows of this rank whose scores sum to `mass`: it rises with the rank, or falls with the sum."""
         if self.eta is None:
             return (self.size or 0) / max(mass, _LEAST)
-        exponent = chernoff_exponent(self.eta)
-        # else every row with a score
-        return log_of_ratio(2 * max(rank, 1), self.delta) / exponent if exponent else sys.float_info.max
+        exponent, most = chernoff_exponent(self.eta), sys.float_info.max  # which takes every row with a score
+        return min(log_of_ratio(2 * max(rank, 1), self.delta) / exponent, most) if exponent else most
 
     def promised(self, c: float, rank: int) -> float:
         """Return the distortion that c promises."""

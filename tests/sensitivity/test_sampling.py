@@ -129,6 +129,14 @@ def test_sizes_at_the_ends_of_the_range(eta: float, delta: float) -> None:
     assert abs(m * float(exact) / (5 * logarithm) - 1) < 1e-9
 
 
+@pytest.mark.parametrize("eta", [1e-320, 1e-160, 1e-155, 1e-150])  # the second and the third ask for infinitely many
+def test_the_least_distortions_take_all_rows_but_zero_ones(eta: float) -> None:
+    K = np.vstack([TALL[:9], np.zeros((2, TALL.shape[1]))])
+    for found in (levattn.StreamingRowSample(distortion=eta).update(K).read(), levattn.sample_rows(K, distortion=eta)):
+        np.testing.assert_array_equal(found.indices, range(9))
+        np.testing.assert_array_equal(found.weights, 1.0)
+
+
 def test_sizes_beyond_all_rows() -> None:
     for make in (lambda m: levattn.sample_rows(TALL, m), lambda m: levattn.StreamingRowSample(m)):
         for size in (10**18, 10**30, 10**400):
