@@ -169,6 +169,14 @@ def test_rows_that_are_no_table_are_refused(rows: Any, error: type[Exception], s
         HeadProfile(rows, "LlamaForCausalLM", 1 / 16)
 
 
+def test_rows_may_come_from_any_iterable() -> None:
+    figures = dict.fromkeys(("recall", "recall_error", "text", "text_error"), 1.0)
+    rows = {head: figures | {"layer": 0, "head": head} for head in (0, 1)}
+    profile = HeadProfile(list(rows.values()), "LlamaForCausalLM", 1 / 16)
+    for given in (rows.values(), iter(rows.values()), tuple(rows.values())):
+        assert HeadProfile(given, "LlamaForCausalLM", 1 / 16).table() == profile.table()
+
+
 @pytest.mark.parametrize("by", ["positions", "time"])
 def test_heads_are_whole_or_have_one_share_while_a_model_reads(by: str) -> None:
     """No choice that leaves the others two thirds and 340 slots costs less, by the costs that `shares` tells."""

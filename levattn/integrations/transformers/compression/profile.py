@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from itertools import pairwise
@@ -397,17 +397,18 @@ class HeadProfile(HeadsRecord, HeadsTable):
         return cls(document["heads"], document["model"], document["share"], fingerprint, document["trials"], way)
 
 
-def _complete(rows: Any) -> Any:
+def _complete(rows: Any) -> list[Any]:
     """Return rows, or raise unless each has all figures of a head."""
-    if isinstance(rows, str | Mapping) or not isinstance(rows, Sequence):
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
         raise TypeError(f"rows is of type {type(rows).__name__}; expected a list of mappings, one for each head")
-    for row in rows:
+    listed = list(rows)
+    for row in listed:
         lacks = {"layer", "head", *_FIGURES}.difference(row if isinstance(row, Mapping) else ())
         if lacks:
             raise ValueError(
                 f"rows has {row!r:.100}, which lacks {', '.join(sorted(lacks))}; expected the keys of a row of table"
             )
-    return rows
+    return listed
 
 
 def _joined_error(one: tuple[float, float | None], two: tuple[float, float | None], apart: float) -> float:
