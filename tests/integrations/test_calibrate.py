@@ -140,6 +140,7 @@ def test_selections_without_a_file_or_with_another_size_are_refused(tmp_path):
         ({"budgets": None}, TypeError, "budgets is of type NoneType; expected a mapping"),
         ({"budgets": {0: 0.5}}, ValueError, "budgets has the key 0; expected the numbers of a layer and a head"),
         ({"budgets": {(0, -1): 0.5}}, ValueError, r"budgets has the key \(0, -1\)"),
+        ({"budgets": {(True, 0): 0.5}}, ValueError, r"budgets has the key \(True, 0\)"),  # as prune says
         ({"budgets": {(0, 0): "half"}}, TypeError, r"budgets\[\(0, 0\)\] is 'half'"),
         ({"budgets": {(0, 0): 7.0}}, ValueError, r"budgets\[\(0, 0\)\] is 7.0; expected a share of the keys in"),
         ({"budgets": {(0, 0): math.nan}}, ValueError, r"budgets\[\(0, 0\)\] is nan"),

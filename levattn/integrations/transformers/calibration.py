@@ -23,13 +23,18 @@ def with_budgets(selection: Selection, budgets: Mapping[tuple[int, int], float])
     return {head: replace(selection, budget=share) for head, share in budgets.items()}
 
 
+def _is_place(number: Any) -> bool:
+    """Tell whether this is the number of a layer or a head."""
+    return not isinstance(number, bool) and isinstance(number, Integral) and int(number) >= 0
+
+
 def _shares_of_heads(budgets: Any) -> dict[tuple[int, int], float]:
     """Return the share of each layer and head as numbers of Python, or raise."""
     check_type("budgets", budgets, Mapping, "a mapping from (layer, head) to a share of the keys")
     found = {}
     for key, share in budgets.items():
         pair = tuple(key) if isinstance(key, tuple | list) else ()
-        if len(pair) != 2 or any(not isinstance(number, Integral) or int(number) < 0 for number in pair):
+        if len(pair) != 2 or not all(_is_place(number) for number in pair):
             raise ValueError(f"budgets has the key {key!r}; expected the numbers of a layer and a head, from 0")
         found[int(pair[0]), int(pair[1])] = real_number(f"budgets[{key!r}]", share)
         if not 0 < found[int(pair[0]), int(pair[1])] <= 1:
