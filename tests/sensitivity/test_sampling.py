@@ -12,6 +12,7 @@ import pytest
 import levattn
 import strategies
 from levattn import definitions
+from libraries import stored
 from strategies import Float
 
 RNG = np.random.default_rng(0)
@@ -127,6 +128,14 @@ def test_sizes_at_the_ends_of_the_range(eta: float, delta: float) -> None:
     exact = Fraction(eta) ** 2 / 2 - Fraction(eta) ** 3 / 6 + Fraction(eta) ** 4 / 12 - Fraction(eta) ** 5 / 20
     logarithm = math.log(10) - math.log(delta)
     assert abs(m * float(exact) / (5 * logarithm) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("options", [{"size": 5000}, {"distortion": 0.5}, {"size": 9, "ridge": 1.0}], ids=repr)
+def test_strict_arrays_are_sampled_as_others(options: dict[str, Any]) -> None:
+    K = np.random.default_rng(0).standard_normal((9001, 5))
+    found, wanted = (levattn.sample_rows(keys, **options) for keys in (stored(K, "strict"), K))
+    np.testing.assert_array_equal(found.indices, wanted.indices)
+    np.testing.assert_allclose(found.eigenvalues, wanted.eigenvalues, rtol=1e-12)
 
 
 @pytest.mark.parametrize("eta", [1e-320, 1e-160, 1e-155, 1e-150])  # the second and the third ask for infinitely many

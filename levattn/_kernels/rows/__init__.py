@@ -81,7 +81,8 @@ class Rows:
         return array_namespace(self.keys).zeros((b, size, d), dtype=dtype, device=array_api_compat.device(self.keys))
 
     def between(self, start: int, stop: int) -> Rows:
-        """Return the rows ``start:stop`` of every matrix, without a copy."""
+        """Return the rows ``start:stop`` of every matrix, without a copy; there may be fewer than `stop`."""
+        stop = min(stop, self.shape[1])  # the array API specifies no slice beyond the array
         mask = None if self.mask is None else self.mask[:, start:stop]
         weights = None if self.weights is None else self.weights[:, start:stop]
         return Rows(self.keys[:, start:stop, :], self.format, mask, self.shift, self.scale, weights, self.digest)
