@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.cached import cached_property
 from levattn._core.checks import check_type, needing
 from levattn.linalg.factor import Factor, float64_rows
 from levattn.sets.streaming import StreamedSet, StreamingUniversalSet

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64, to_numpy
+from levattn._core.cached import cached_property
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
 from levattn._kernels import PRECISE, Rows

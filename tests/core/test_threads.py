@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from levattn._core import threads as _core_threads
+from levattn._core.cached import cached_property
 from levattn._core.threads import Background, num_threads, parallel_for, thread_limit
 
 PATIENCE = 20.0  # seconds, that are only waited where something is broken
@@ -335,3 +336,69 @@ def test_threads_that_look_out_do_all_that_others_do(monkeypatch: pytest.MonkeyP
             assert sorted(seen) == list(range(n))
             time.sleep(pause)
     assert looks
+
+
+class Slow:
+    """An object whose attribute tells when it is being computed, and goes on when it may."""
+
+    def __init__(self) -> None:
+        self.beginning, self.may_go_on, self.times = threading.Event(), threading.Event(), 0
+
+    @cached_property
+    def number(self) -> object:
+        self.times += 1
+        self.beginning.set()
+        self.may_go_on.wait(PATIENCE)
+        return object()
+
+
+def at_work(slow: Slow) -> tuple[threading.Thread, list[object]]:
+    """Return a thread that computes the attribute, and what it will find."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(slow.number))
+    thread.start()
+    assert slow.beginning.wait(PATIENCE)
+    return thread, found
+
+
+def test_an_attribute_is_computed_while_another_thread_computes_it_for_another_object() -> None:
+    slow, other = Slow(), Slow()
+    thread, _ = at_work(slow)
+    other.may_go_on.set()
+    second, found = at_work(other)
+    second.join(PATIENCE)
+    assert found
+    assert thread.is_alive()
+    slow.may_go_on.set()
+    thread.join()
+
+
+def test_threads_that_compute_one_attribute_get_one_value() -> None:
+    slow = Slow()
+    first, found = at_work(slow)
+    slow.beginning.clear()
+    second, found_too = at_work(slow)
+    slow.may_go_on.set()
+    first.join()
+    second.join()
+    assert found[0] is found_too[0] is slow.number
+    assert slow.times == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("same", [False, True])
+def test_a_process_forked_while_an_attribute_is_computed_computes_it(same: bool) -> None:
+    slow = Slow()
+    thread, _ = at_work(slow)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        mine = slow if same else Slow()
+        mine.may_go_on = threading.Event()  # the one of the parent has a lock that may be held
+        mine.may_go_on.set()
+        os._exit(0 if mine.number is mine.number else 1)
+    status = os.waitpid(child, 0)[1]
+    slow.may_go_on.set()
+    thread.join()
+    assert status == 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from levattn._core.cached import cached_property
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels.factor.cholesky import cholesky_tasks
 from levattn._kernels.factor.norms import extremes_of, multiply, sharpened, spectral_norm

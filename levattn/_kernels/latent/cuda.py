@@ -9,13 +9,14 @@ products are of such numbers. A few rows after a state take one launch (`step_at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from levattn._core.cached import cached_property
 from levattn._core.types import Int64
 from levattn._kernels.cuda_source import (
     KERNELS,

@@ -20,11 +20,12 @@ Kernels widen tokens of float16 and bfloat16 (words) as they read them, and roun
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from levattn._core.cached import cached_property
 from levattn._core.types import Int64
 from levattn._kernels.cuda_source import (
     launch,

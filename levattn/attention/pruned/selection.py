@@ -6,13 +6,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from levattn._core.arrays import is_torch, on_cuda
+from levattn._core.cached import cached_property
 from levattn._core.checks import whole_number
 from levattn.attention.arguments import namespace_of
 from levattn.attention.pruned.baselines import BASELINES, asks_queries, baseline_of
