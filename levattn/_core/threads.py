@@ -209,8 +209,8 @@ _helpers = _Helpers()
 
 
 def _forget_helpers() -> None:
-    global _helpers
-    _helpers = _Helpers()
+    global _helpers, _under_way
+    _helpers, _under_way = _Helpers(), WeakSet()
 
 
 def parallel_for(body: Callable[[int], None], n: int, *, threads: int | None = None) -> None:
@@ -264,13 +264,14 @@ class Background(Generic[_Result]):
     """A call that a helper makes meanwhile, or the thread that asks for its result before a helper has begun.
 
     The call must give the same result if it is repeated, because it is repeated after an error. A fork waits for it:
-    the new process would have the locks of the thread that makes the call, but not the thread.
+    the new process would have the locks of the thread that makes the call, but not the thread. A call that began too
+    late for that is repeated there.
     """
 
     def __init__(self, call: Callable[[], _Result]) -> None:
         self._call: Callable[[], _Result] | None = call
         self._result: _Result | None = None
-        self._asking = threading.Lock()
+        self._asking, self._helpers = threading.Lock(), _helpers
         self._share = _Share(self._work, copy_context())
         _under_way.add(self)
         _helpers.give([self._share])
@@ -287,9 +288,10 @@ class Background(Generic[_Result]):
 
     def result(self) -> _Result:
         """Return the result of the call, or raise its error when it is repeated here."""
-        with self._asking:
-            _helpers.help_with(self._share)
-            self.wait()
+        if self._helpers is _helpers:  # in a forked process no thread that asks or helps is left
+            with self._asking:
+                _helpers.help_with(self._share)
+                self.wait()
         _under_way.discard(self)
         self._share.context.copy().run(self._work)
         return self._result  # type: ignore[return-value]  # the call was made
@@ -299,7 +301,11 @@ _under_way: WeakSet[Background[Any]] = WeakSet()
 
 
 def _wait_for_calls() -> None:
-    for call in list(_under_way):
+    calls: list[Background[Any]] | None = None
+    while calls is None:
+        with suppress(RuntimeError):  # another thread changes the set meanwhile
+            calls = list(_under_way)
+    for call in calls:
         call.wait()
 
 

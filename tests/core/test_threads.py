@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -315,6 +316,61 @@ def test_a_fork_waits_for_calls_under_way(begun: bool, monkeypatch: pytest.Monke
         os._exit(0 if lock.acquire(timeout=5) and not lock.release() and coming.result() == 7 else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert coming.result() == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("when", ["another thread asks", "too late to wait for"])
+def test_a_forked_process_makes_a_call_that_other_threads_were_at(when: str) -> None:
+    beginning, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+
+    def call() -> int:
+        if os.getpid() == parent:
+            beginning.set()
+            go_on.wait(PATIENCE)
+        return 7
+
+    coming = Background(call)
+    assert beginning.wait(PATIENCE)
+    if when == "another thread asks":
+        go_on.set()
+        coming._asking.acquire()
+    else:
+        _core_threads._under_way.discard(coming)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        if coming.result() != 7:
+            os._exit(1)
+        grandchild = os.fork()
+        os._exit(0 if not grandchild or not os.waitpid(grandchild, 0)[1] else 2)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    if when == "another thread asks":
+        coming._asking.release()
+    assert status == 0
+    assert coming.result() == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_calls_although_another_thread_begins_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(weakref.WeakSet[Any]):
+        times = 0
+
+        def __iter__(self) -> Any:
+            self.times += 1
+            if self.times == 1:
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    monkeypatch.setattr(_core_threads, "_under_way", changing := Changing())
+    coming = Background(partial(time.sleep, 0.05))
+    child = os.fork()
+    if not child:
+        os._exit(0 if coming._share._done else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert changing.times == 2
 
 
 def test_threads_that_look_out_do_all_that_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
