@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 import levattn
 from levattn.cli.output import check_output, ending_of, fail
-from levattn.io.source import ids_between, open_besides
+from levattn.io.source import files_at, ids_between, open_besides, would_join
 
 _PIPED = re.compile(r"\S*/stdin\.(npy|npz|safetensors)\b")  # the file of what came by a pipe
 _HEAD = 9  # bytes, by which these formats are known:
@@ -149,8 +149,10 @@ def check_targets(
     for path, option in named:
         check_output(path, option)
         for file, content in read:
-            if path.exists() and file.exists() and path.samefile(file):
+            if path.exists() and any(each.exists() and path.samefile(each) for each in (file, *files_at(file))):
                 fail(f"{path} is the file of the {content}, which {option} would overwrite; name another")
+            if would_join(path, file):
+                fail(f"{path} would become a file of the {content} in {file}; name another folder with {option}")
     for (path, option), (other, another) in itertools.combinations(named, 2):
         if os.path.realpath(path) == os.path.realpath(other):
             fail(f"{path} and {other} are the same file; name two with {option} and {another}")

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from levattn._core.checks import whole_number
 from levattn._kernels import BLOCK
+from levattn.exceptions import KeyFileError
 from levattn.io.common import Format, Identity, Opened, Wanted, check_shape, listed, missing_file, refusal, refusing
 from levattn.io.formats import (
     INDEX_SUFFIX,
@@ -72,6 +73,24 @@ def shards_of(path: Path, suffixes: Collection[str]) -> list[Path]:
             what = f"{name}-...-of-{count}{suffix}"
             raise refusal(path, f"the folder holds {found} of {int(count)} files {what}", "copy the others there")
     return shards
+
+
+def files_at(path: Path) -> list[Path]:
+    """Return the files of keys at `path`, or none if it cannot be opened."""
+    try:
+        return shards_of(path, _FORMATS)
+    except (OSError, KeyFileError):
+        return []
+
+
+def would_join(path: Path, folder: Path) -> bool:
+    """Tell whether a file written to `path` would be one of the files of keys of a folder."""
+    if not folder.is_dir() or is_store(folder):
+        return False
+    written = Path(os.path.realpath(path))
+    if written.suffix.lower() not in _FORMATS or written.name.startswith("."):
+        return False
+    return written.parent in {Path(os.path.realpath(file.parent)) for file in files_at(folder)}
 
 
 def _firsts(parts: list[Path], keys: list[str]) -> list[Path]:

@@ -396,6 +396,42 @@ def test_the_keys_are_not_overwritten(tmp_path: Path, keys: Array, how: str) -> 
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("inside", ["", "part=1", "link"])
+def test_no_file_of_a_folder_of_keys_is_overwritten_or_added(tmp_path: Path, keys: Array, inside: str) -> None:
+    folder, own = tmp_path / "keys", tmp_path / "keys" / inside / "own.npz"
+    folder.mkdir()
+    if inside == "link":
+        folder.rmdir()
+        (tmp_path / "real").mkdir()
+        folder.symlink_to("real")
+        own = tmp_path / "real" / "own.npz"
+    own.parent.mkdir(exist_ok=True)
+    np.savez(own, K=keys)
+    before = own.read_bytes()
+    command = "universal-set", folder, "--epsilon", "0.3"
+    assert f"{own} is the file of the keys, which --output would overwrite; name another" in refused(
+        *command, "-o", own
+    )
+    assert "which --checkpoint would overwrite" in refused(*command, "--checkpoint", own)
+    for option, new in (("--output", "new.npz"), ("--scores", "new.csv"), ("--checkpoint", "new.NPY")):
+        line = refused(*command, option, own.with_name(new))
+        assert f"would become a file of the keys in {folder}; name another folder with {option}" in line
+    assert [*own.parent.iterdir()] == [own]
+    assert own.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["set.png", "state.checkpoint", ".hidden.npz", "sub/set.npz"])
+def test_other_files_may_lie_beside_the_keys(tmp_path: Path, keys: Array, name: str) -> None:
+    folder = tmp_path / "keys"
+    (folder / "sub").mkdir(parents=True)
+    np.save(folder / "own.npy", keys)
+    option = {".png": "--plot", ".checkpoint": "--checkpoint"}.get(Path(name).suffix, "--output")
+    for _ in range(2):
+        result = run("universal-set", folder, "--epsilon", "0.3", option, folder / name)
+        assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(("--plot", "--output", "--checkpoint"), 2)])
 def test_outputs_that_are_one_file(tmp_path: Path, file: Path, one: str, other: str) -> None:
     first, second = tmp_path / OUTPUTS[one], tmp_path / OUTPUTS[other]
