@@ -22,6 +22,9 @@ def main() -> None:
         app = build_app()
     except ModuleNotFoundError as error:
         sys.exit(f"levattn: the program needs {error.name}, which is not installed: {_INSTALL}")
+    except KeyboardInterrupt:  # before the program is there, which catches it later
+        print("levattn: interrupted", file=sys.stderr)
+        sys.exit(130)
     app(prog_name="levattn")
 
 

@@ -36,7 +36,7 @@ from test_cli_models import encoder, kind_of_encoder  # noqa: E402
 from test_streams import COMMANDS, HOME, check_made  # noqa: E402
 
 import levattn  # noqa: E402
-from levattn import plots  # noqa: E402
+from levattn import cli, plots  # noqa: E402
 from levattn._core.serialize import pack  # noqa: E402
 from levattn.cli import contexts, output  # noqa: E402
 from levattn.cli import demo as demonstration  # noqa: E402
@@ -605,3 +605,16 @@ def test_a_signal_leaves_the_checkpoint_and_says_where(
     assert not state.exists()
     if command == "universal-set":
         assert json.loads(result.stdout)["sets"][0]["indices"] == levattn.universal_set(K, 0.1).indices.tolist()
+
+
+def test_ctrl_c_while_the_program_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_app", load)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "levattn: interrupted\n")
