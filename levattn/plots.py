@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_numbers, to_numpy
-from levattn._core.checks import TIE, needing, whole_number
+from levattn._core.checks import TIE, needing, positive_number, real_number, whole_number
 from levattn._core.types import Flags, Float64
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class LeverageSpectrumDisplay(Display):
     Raises
     ------
     TypeError, ValueError
-        If the scores are no real numbers, or hold NaN.
+        If the scores are no real numbers, or hold NaN, or `epsilon` is not a finite number above 0.
 
     Notes
     -----
@@ -244,7 +244,7 @@ class LeverageSpectrumDisplay(Display):
             )
         flat = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         self.scores: Float64 = -np.sort(-flat, axis=-1)
-        self.epsilon = epsilon
+        self.epsilon = epsilon = None if epsilon is None else positive_number("epsilon", epsilon)
         self.certified = certified
         self.sizes: Ints | None = None if sizes is None else np.asarray(sizes, dtype=np.intp).reshape(-1)
         if sizes is None and epsilon is not None:
@@ -281,7 +281,7 @@ class LeverageSpectrumDisplay(Display):
         Raises
         ------
         TypeError, ValueError
-            If the scores are no real numbers, or hold NaN.
+            If the scores are no real numbers, or hold NaN, or `epsilon` is not a finite number above 0.
         """
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 
@@ -454,21 +454,20 @@ class CapturedMassDisplay(Display):
 
         Raises
         ------
-        ValueError
-            If an order has another shape than the keys of `A`.
+        TypeError, ValueError
+            If `A` holds no real numbers, or an order does not have each key of `A` once.
         """
-        mass = np.mean(np.asarray(A), axis=-2, dtype=np.float64)
-        n = mass.shape[-1]
-        wanted = {name: np.asarray(order) for name, order in orders.items()}
+        attention = as_numbers("A", A)
+        if attention.ndim < 2:
+            raise ValueError(f"A has shape {attention.shape}, expected (..., m, n)")
+        mass = attention.sum(axis=-2) / max(attention.shape[-2], 1)
+        n, items = mass.shape[-1], math.prod(mass.shape[:-1])
+        wanted = {name: _order(f"orders[{name!r}]", order, mass.shape) for name, order in orders.items()}
         wanted.setdefault("oracle", np.argsort(-mass, axis=-1, kind="stable"))
         curves = {}
         for name, order in wanted.items():
-            if order.shape != mass.shape:
-                raise ValueError(
-                    f"orders[{name!r}] has shape {order.shape}, expected {mass.shape}: the keys of each item"
-                )
             captured = np.cumsum(np.take_along_axis(mass, order, axis=-1), axis=-1)
-            curves[name] = captured.reshape(-1, n).mean(axis=0)
+            curves[name] = captured.reshape(items, n).sum(axis=0) / max(items, 1)
         curves.setdefault("random", np.arange(1, n + 1) / n * curves["oracle"][-1:].sum())
         return cls(curves, size=size).plot(ax)
 
@@ -483,6 +482,18 @@ class CapturedMassDisplay(Display):
         ax.set(xscale="log", ylim=(0, 1.02), xlabel="keys", ylabel="captured attention mass")
         ax.grid(alpha=0.25, lw=0.5)
         ax.legend(loc="best", fontsize="small")
+
+
+def _order(name: str, given: Any, shape: tuple[int, ...]) -> Ints:
+    """Return an order of the keys of each item, or raise."""
+    order = np.asarray(given)
+    if order.shape != shape:
+        raise ValueError(f"{name} has shape {order.shape}, expected {shape}: the keys of each item")
+    if order.size and not np.issubdtype(order.dtype, np.integer):
+        raise TypeError(f"{name} has dtype {order.dtype}, expected the numbers of keys, of integer dtype")
+    if (np.sort(order, axis=-1) != np.arange(shape[-1])).any():
+        raise ValueError(f"{name} does not have each key once, expected an order of 0, ..., {shape[-1] - 1}")
+    return order.astype(np.intp)
 
 
 _TICKS = 16
@@ -520,7 +531,9 @@ class LayerHeadDisplay(Display):
     """
 
     def __init__(self, values: npt.ArrayLike, *, label: str, layers: npt.ArrayLike | None = None) -> None:
-        self.values: Float64 = np.asarray(values, dtype=np.float64)
+        self.values: Float64 = (
+            as_numbers("values", values) if hasattr(values, "shape") else np.asarray(values, dtype=np.float64)
+        )
         if self.values.ndim != 2:
             raise ValueError(f"values has shape {self.values.shape}, expected (layers, heads)")
         self.label = label
@@ -602,6 +615,14 @@ class LayerHeadDisplay(Display):
 _CELLS = 1024
 
 
+def _threshold(epsilon: Any) -> float:
+    """Return ε as a float in (0, 1], or raise."""
+    number = real_number("epsilon", epsilon, what="a real number in (0, 1]")
+    if not 0 < number <= 1:
+        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
+    return number
+
+
 class HeavyMapDisplay(Display):
     """The attention matrix, max-binned, with the columns of the universal set and the entries outside it.
 
@@ -666,7 +687,7 @@ class HeavyMapDisplay(Display):
     ) -> None:
         self.cells: Float64 = np.asarray(cells, dtype=np.float64)
         self.shape = shape
-        self.epsilon = epsilon
+        self.epsilon = _threshold(epsilon)
         self.indices: Ints = np.asarray(indices, dtype=np.intp)
         self.caught: Ints = np.asarray(caught, dtype=np.intp).reshape(-1, 2)
         self.missed: Ints = np.asarray(missed, dtype=np.intp).reshape(-1, 2)
@@ -701,10 +722,10 @@ class HeavyMapDisplay(Display):
 
         Raises
         ------
-        ValueError
-            If A is not a matrix, or the set does not match its columns.
+        TypeError, ValueError
+            If A is not a matrix of real numbers, `epsilon` is not in (0, 1], or the set does not match the columns.
         """
-        matrix = np.asarray(A, dtype=np.float64)
+        matrix, epsilon = as_numbers("A", A), _threshold(epsilon)
         if matrix.ndim != 2:
             raise ValueError(f"A has shape {matrix.shape}, expected (m, n); draw one item of a batch at a time")
         inside = mask_of(universal, matrix.shape[1], "universal", "column of A")

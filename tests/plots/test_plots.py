@@ -177,6 +177,25 @@ def test_captured_mass_is_the_mean_over_queries_and_items(ax: Any) -> None:
     np.testing.assert_allclose(given, A[0].mean(axis=0).cumsum())
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 2, 3), (2, 0, 3), (1, 1)])
+def test_tiny_curves(ax: Any, shape: tuple[int, ...]) -> None:
+    order = np.broadcast_to(np.arange(shape[-1]), (*shape[:-2], shape[-1]))
+    display = CapturedMassDisplay.from_attention(np.ones(shape), orders={"a": order}, ax=ax)
+    for curve in display.curves.values():
+        np.testing.assert_array_equal(curve, np.zeros(shape[-1]) if 0 in shape else [1.0])
+    assert is_drawn(ax.figure)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_displays_take_tensors(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    A = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=getattr(torch, dtype), requires_grad=True)
+    curves = CapturedMassDisplay.from_attention(A, orders={"a": torch.tensor([1, 0])}, ax=new_axes()).curves
+    assert curves["a"].tolist() == [0.375, 1.0]
+    assert HeavyMapDisplay.from_attention(A, 0.5, torch.tensor([0]), ax=new_axes()).counts == (2, 1)
+    assert LayerHeadDisplay.from_values(A, label="", ax=new_axes()).values.tolist() == A.tolist()
+
+
 def test_each_curve_has_a_style_of_its_own(ax: Any) -> None:
     A = np.full((4, 6), 1 / 6)
     CapturedMassDisplay.from_attention(A, orders={name: np.arange(6) for name in "abcd"}, ax=ax)
@@ -381,6 +400,20 @@ UNFIT: list[tuple[Any, str]] = [
         lambda: ORDERS(np.ones((2, 4, 3)), orders={"a": np.arange(3)}),
         r"orders\['a'\] has shape \(3,\), expected \(2, 3\)",
     ),
+    (lambda: ORDERS(np.ones(3), orders={}), r"A has shape \(3,\), expected \(\.\.\., m, n\)"),
+    (lambda: ORDERS(np.ones((4, 3)), orders={"a": [0, 1, 1]}), r"orders\['a'\] does not have each key once"),
+    (lambda: ORDERS(np.ones((4, 3)), orders={"a": [0, 1, -1]}), r"does not have each key once.* 0, \.\.\., 2"),
+    (lambda: ORDERS(np.ones((4, 3)), orders={"a": [1, 2, 3]}), r"orders\['a'\] does not have each key once"),
+    (lambda: ORDERS(np.ones((4, 3)), orders={"a": [0.0, 1.0, 2.0]}), r"TypeError: orders\['a'\] has dtype float64"),
+    (lambda: ORDERS([["a"]], orders={}), r"TypeError: A has dtype <U1; expected real numbers"),
+    (lambda: MAP(np.ones((3, 4)), 0.0, [0]), r"epsilon is 0\.0; expected 0 < epsilon <= 1"),
+    (lambda: MAP(np.ones((3, 4)), np.nan, [0]), r"epsilon is nan; expected 0 < epsilon <= 1"),
+    (lambda: MAP(np.ones((3, 4)), "a", [0]), r"TypeError: epsilon is 'a'; expected a real number"),
+    (
+        lambda: LeverageSpectrumDisplay([0.5], epsilon=0.0, rank=1),
+        r"epsilon is 0\.0; expected a finite number above 0",
+    ),
+    (lambda: LeverageSpectrumDisplay([0.5], epsilon="a"), r"TypeError: epsilon is 'a'; expected a finite number"),
     (lambda: MAP(np.ones((2, 3, 4)), 0.5, [0]), r"A has shape \(2, 3, 4\), expected \(m, n\)"),
     (lambda: MAP(np.ones((3, 4)), 0.5, np.ones(3, bool)), r"universal has a mask of shape \(3,\), expected \(4,\)"),
     (lambda: MAP(np.ones((3, 4)), 0.5, [-1]), r"universal has indices outside 0, \.\.\., 3"),
