@@ -16,6 +16,7 @@ from levattn._core.arrays import (
     on_cuda,
     take_entries,
     to_device,
+    to_float64,
     to_numpy,
     where,
 )
@@ -308,6 +309,8 @@ class Factor:
                 self._set(out, item, live, self.wide.score(item))
                 self._set(out, item, ~live, 0.0)
                 counted[item] = False
+        if not member:
+            self._set_those_beyond_the_range(out)
         return out, counted
 
     def _begun(self, as_float64: bool, member: bool) -> tuple[Any, Int64]:
@@ -427,6 +430,14 @@ class Factor:
                 with np.errstate(over="ignore"):
                     GRAM.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
+
+    def _set_those_beyond_the_range(self, out: Any) -> None:
+        """Set the scores of finite rows to infinity that are NaN, because their products left the range."""
+        xp = array_namespace(out)
+        for item in np.flatnonzero(to_numpy(xp.any(xp.isnan(out), axis=1))).tolist():
+            one = self.rows.item(item)
+            finite = np.isfinite(to_float64(one.keys, one.format)[0]).all(axis=1)
+            self._set(out, item, to_numpy(xp.isnan(out[item, :])) & finite, np.inf)
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
         """Raise the scores of a matrix to its exact rank; return whether any row was counted or bounded."""

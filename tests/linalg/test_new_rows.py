@@ -80,6 +80,21 @@ def test_cross_leverage_is_the_hat_matrix(center: bool) -> None:
         np.testing.assert_allclose(np.diag(factor.cross_leverage(K)), factor.scores_of(K), rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.parametrize("lengths", [(1e-200, 1e200), (1e-5, 1e150), (1e-300, 1e160)])
+def test_scores_beyond_the_range_are_infinite(lengths: tuple[float, float]) -> None:
+    """Their squares are, and so may be products that cancel; a row that is not finite has no score."""
+    K, new = TALL * lengths[0], NEW * lengths[1]
+    unknown = np.array([[np.nan, 0, 0, 0, 0]])
+    for factor in (levattn.universal_set(K, 0.1).factor, Moments(5).update(K).factor()):
+        with np.errstate(all="ignore"):
+            scores = factor.scores_of(np.vstack([new, K[:2], unknown]))
+        assert scores[:9].tolist() == [np.inf] * 9
+        np.testing.assert_allclose(scores[9:11], naive.leverage_exact(TALL)[:2], rtol=1e-9)
+        assert np.isnan(scores[11])
+    batch = levattn.universal_set(np.stack([TALL, K]), 0.1).factor.scores_of(np.stack([NEW, new]))
+    np.testing.assert_allclose(batch, [[beside(TALL, row) for row in NEW], [np.inf] * 9], rtol=1e-9)
+
+
 def test_batches_and_rows_outside() -> None:
     K = RNG.standard_normal((2, 3, 40, 4))
     K[..., 3] = K[..., 0]
