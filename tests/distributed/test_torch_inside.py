@@ -34,6 +34,15 @@ def test_states_travel_without_loss(condition: float) -> None:
     assert {"merged.high", "merged.low"} - fields["zeros"].keys() <= fields["triangles"].keys()
 
 
+@pytest.mark.parametrize(("condition", "share"), [(1, 4), (1e10, 16)])
+@pytest.mark.usefixtures("alone")
+def test_bytes_of_a_state_are_those_of_the_page(condition: float, share: int) -> None:
+    """Half of a symmetric matrix, or of two, and then d rows that span the others."""
+    d = 128
+    _, traffic = universal_set(conditioned(generator(0), 3000, d, condition), 0.5)
+    assert traffic.moments == pytest.approx(share * d * d, rel=0.1)
+
+
 def test_keys_come_in_chunks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"V": row_numbers(heads()), "mask": heads()[..., 1] < 1}
     whole = universal_set(heads(), 0.05, **given)

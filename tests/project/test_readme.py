@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,31 @@ K = [1, 2]
 not run
 ```
 """
+
+
+def uneven_rows(page: str) -> list[int]:
+    """Return the lines of tables that have fewer or more cells than the line before, or do not end."""
+    without_code = re.sub(r"^(```.*?^```)", lambda block: "\n" * block[0].count("\n"), page, flags=re.M | re.DOTALL)
+    lines = [re.sub(r"`[^`]*`|\\\|", "", line) for line in without_code.splitlines()]
+    return [
+        number
+        for number, (before, line) in enumerate(pairwise(lines), 2)
+        if before.startswith("|")
+        and line.strip()
+        and not line.startswith("<!--")
+        and before.count("|") != line.count("|")
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_rows_of_a_table_have_as_many_cells(path: Path) -> None:
+    assert uneven_rows(path.read_text("utf-8")) == []
+
+
+def test_uneven_rows_are_found() -> None:
+    even = "| a | b |\n|---|---|\n| `x|y` | \\| |\n\n```sh\n| a |\n| a | b |\n```\n"
+    assert uneven_rows(even) == []
+    assert uneven_rows(even + "| a | b |\n|---|---|\n| c |\nd |\n") == [11, 12]
 
 
 def test_blocks_share_a_namespace() -> None:
