@@ -37,7 +37,7 @@ def warmup(*uses: str, progress: bool | Callable[[int, int | None], object] | No
     Raises
     ------
     TypeError
-        If `progress` is neither a bool nor a callable.
+        If a use is no string, or `progress` is neither a bool nor a callable.
     ValueError
         If there is no such use.
     ImportError
@@ -59,6 +59,7 @@ def warmup(*uses: str, progress: bool | Callable[[int, int | None], object] | No
     >>> import levattn
     >>> levattn.warmup("sets", "heavy")  # doctest: +SKIP
     """
+    check_uses(uses)
     work = calls(uses or tuple(USES))
     with reported(progress, len(work), "compiling") as advance:
         for call in work:
@@ -66,11 +67,17 @@ def warmup(*uses: str, progress: bool | Callable[[int, int | None], object] | No
             advance(1)
 
 
-def calls(uses: Sequence[str]) -> list[Callable[[], Any]]:
-    """Return the calls for some uses, on arrays of float32 and of float64, or raise."""
+def check_uses(uses: Sequence[Any]) -> None:
+    """Raise for what is no use of the library."""
     for use in uses:
+        if not isinstance(use, str):
+            raise TypeError(f"uses holds {use!r}; expected names, such as warmup('sets', 'heavy')")
         if use not in USES:
             raise ValueError(f"there is no use {use!r}; expected {', '.join(map(repr, USES))}, or nothing for all")
+
+
+def calls(uses: Sequence[str]) -> list[Callable[[], Any]]:
+    """Return the calls for some uses, on arrays of float32 and of float64."""
     kinds = (np.float32, np.float64)
     return [call for kind in kinds for use in dict.fromkeys(uses) for call in USES[use](kind)]
 

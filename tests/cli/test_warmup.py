@@ -48,6 +48,9 @@ def test_the_calls_of_a_use_are_made_once(made: list[int]) -> None:
     assert made == [2, 2]
     with pytest.raises(ValueError, match="there is no use 'set'; expected 'sets', 'heavy', or nothing for all"):
         levattn.warmup("set")
+    for wrong in (["heavy"], 3, b"heavy"):
+        with pytest.raises(TypeError, match=r"uses holds .*; expected names"):
+            levattn.warmup(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("uses", [(), ("heavy",), ("heavy", "sets")])
@@ -61,7 +64,7 @@ def test_the_program_refuses_an_unknown_use() -> None:
     told = CliRunner().invoke(cli.build_app(), ["warmup", "--help"]).stdout
     assert all(use in told for use in warming.USES)
     result = CliRunner().invoke(cli.build_app(), ["warmup", "set"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     for use in warming.USES:
         assert f"'{use}'" in result.stderr
 

@@ -123,5 +123,11 @@ def add_warmup(app: typer.Typer) -> None:
             typer.Argument(metavar="[USE]...", help="What you are going to use; all if left out.", show_default=False),
         ] = None,
     ) -> None:
+        from levattn.warming import check_uses
+
+        try:
+            check_uses(uses or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
         levattn.warmup(*(uses or ()), progress=sys.stderr.isatty())
         report("the kernels are compiled")
