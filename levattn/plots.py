@@ -518,8 +518,8 @@ class LayerHeadDisplay(Display):
 
     Raises
     ------
-    ValueError
-        If `values` is not a matrix, or `layers` does not match its rows.
+    TypeError, ValueError
+        If `values` is not a matrix of numbers, or `layers` does not match its rows.
 
     Examples
     --------
@@ -567,8 +567,8 @@ class LayerHeadDisplay(Display):
 
         Raises
         ------
-        ValueError
-            If `values` is not a matrix, or `layers` does not match its rows.
+        TypeError, ValueError
+            If `values` is not a matrix of numbers, or `layers` does not match its rows.
         """
         return cls(values, label=label, layers=layers).plot(ax)
 
@@ -651,6 +651,11 @@ class HeavyMapDisplay(Display):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes and the figure of the drawing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epsilon` is not a number in (0, 1].
 
     Notes
     -----
