@@ -25,6 +25,7 @@ from levattn.cli.output import HeatMap, check_output, fail, new_console, print_j
 from levattn.io import replace_file
 
 _PASSES = 3  # of the dense and of the pruned model in turn, whose times are medians
+_TRIED = 3  # first tokens of a text, which a trial call reads
 ScoreColumn = Literal["residual", "expected", "leverage", "random", "norm", "streaming"]
 _PRUNED_HEADS = {
     "layer": "layer",
@@ -126,15 +127,16 @@ def prune_report(inquiry: Inquiry, budget: float, heads: str, **options: Any) ->
 
     selection = Selection(budget, start=0, **options)  # a report on few tokens shows what pruning loses
     profile = profile_of(model, heads, budget if model.can_generate() else 1, "reading")
+    ours = {"heads": profile, "example": {name: x[:, :_TRIED] for name, x in inputs.items()}}
     with told_of_recall(), torch.no_grad(), forward_errors_in_one_line(inquiry.model, inputs["input_ids"].shape[1]):
-        with prune(model, selection, heads=profile, measure=True) as report:
+        with prune(model, selection, **ours, measure=True) as report:
             _run(model, inputs)
         _run(model, inputs)  # the first call of each kind compiles and makes buffers
         times: dict[str, list[float]] = {"dense": [], "pruned": []}
         for _ in range(_PASSES):
             dense, passed = _run(model, inputs)
             times["dense"].append(passed)
-            with prune(model, selection, heads=profile, measure=False):
+            with prune(model, selection, **ours, measure=False):
                 pruned, passed = _run(model, inputs)
             times["pruned"].append(passed)
     seconds, dense_seconds = median(times["pruned"]), median(times["dense"])
