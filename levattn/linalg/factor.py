@@ -16,7 +16,6 @@ from levattn._core.arrays import (
     on_cuda,
     take_entries,
     to_device,
-    to_float64,
     to_numpy,
     where,
 )
@@ -25,7 +24,7 @@ from levattn._core.cached import cached_property
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import GRAM, PRECISE, Arithmetic, Rows
+from levattn._kernels import GRAM, KEYS, PRECISE, Arithmetic, Rows
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.reading import as_read
 from levattn.linalg.span import Relations, Span, nonzero_rows
@@ -309,8 +308,11 @@ class Factor:
                 self._set(out, item, live, self.wide.score(item))
                 self._set(out, item, ~live, 0.0)
                 counted[item] = False
-        if not member:
-            self._set_those_beyond_the_range(out)
+        if not member:  # products that leave the range may cancel to NaN, and no score may be too small
+            if isinstance(out, np.ndarray) or on_cuda(out):
+                array_namespace(out).fmin(out, np.inf, out=out)
+            else:
+                out[...] = where(array_namespace(out).isnan(out), np.inf, out)
         return out, counted
 
     def _begun(self, as_float64: bool, member: bool) -> tuple[Any, Int64]:
@@ -337,7 +339,7 @@ class Factor:
         Returns
         -------
         array of float64, shape (..., m)
-            Scores, at least 0 and maybe above 1.
+            Scores, at least 0 and maybe above 1. NaN for a row that holds NaN or infinity.
 
         Raises
         ------
@@ -358,6 +360,11 @@ class Factor:
             for item in range(len(self.rank)):
                 new = replace(rows.item(item), shift=wide.rows.shift, scale=None)
                 self._set(out, item, Span.of(wide.rows.item(item)).outside(new), np.inf)
+        xp = array_namespace(out)
+        for item in np.flatnonzero(to_numpy(xp.any(xp.isinf(out), axis=1))).tolist():
+            unknown = np.zeros(matrices.n, np.bool_)
+            unknown[KEYS.nonfinite_rows(rows, item, matrices.n)] = True
+            self._set(out, item, unknown, np.nan)
         return matrices.wrap(out)
 
     @where_arrays_are
@@ -430,14 +437,6 @@ class Factor:
                 with np.errstate(over="ignore"):
                     GRAM.sqnorms(one, np.array([0]), np.diag(dead * _LARGEST_LIFT)[None], size)
                 out[item, :] = where(size[0, :] > 0, np.inf, out[item, :])
-
-    def _set_those_beyond_the_range(self, out: Any) -> None:
-        """Set the scores of finite rows to infinity that are NaN, because their products left the range."""
-        xp = array_namespace(out)
-        for item in np.flatnonzero(to_numpy(xp.any(xp.isnan(out), axis=1))).tolist():
-            one = self.rows.item(item)
-            finite = np.isfinite(to_float64(one.keys, one.format)[0]).all(axis=1)
-            self._set(out, item, to_numpy(xp.isnan(out[item, :])) & finite, np.inf)
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
         """Raise the scores of a matrix to its exact rank; return whether any row was counted or bounded."""
