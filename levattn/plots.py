@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_numbers, to_numpy
-from levattn._core.checks import TIE, needing, positive_number, real_number, whole_number
+from levattn._core.checks import TIE, check_epsilon, needing, positive_number, whole_number
 from levattn._core.types import Flags, Float64
 
 if TYPE_CHECKING:
@@ -615,14 +615,6 @@ class LayerHeadDisplay(Display):
 _CELLS = 1024
 
 
-def _threshold(epsilon: Any) -> float:
-    """Return ε as a float in (0, 1], or raise."""
-    number = real_number("epsilon", epsilon, what="a real number in (0, 1]")
-    if not 0 < number <= 1:
-        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
-    return number
-
-
 class HeavyMapDisplay(Display):
     """The attention matrix, max-binned, with the columns of the universal set and the entries outside it.
 
@@ -692,7 +684,7 @@ class HeavyMapDisplay(Display):
     ) -> None:
         self.cells: Float64 = np.asarray(cells, dtype=np.float64)
         self.shape = shape
-        self.epsilon = _threshold(epsilon)
+        self.epsilon = check_epsilon(epsilon)
         self.indices: Ints = np.asarray(indices, dtype=np.intp)
         self.caught: Ints = np.asarray(caught, dtype=np.intp).reshape(-1, 2)
         self.missed: Ints = np.asarray(missed, dtype=np.intp).reshape(-1, 2)
@@ -730,7 +722,7 @@ class HeavyMapDisplay(Display):
         TypeError, ValueError
             If A is not a matrix of real numbers, `epsilon` is not in (0, 1], or the set does not match the columns.
         """
-        matrix, epsilon = as_numbers("A", A), _threshold(epsilon)
+        matrix, epsilon = as_numbers("A", A), check_epsilon(epsilon)
         if matrix.ndim != 2:
             raise ValueError(f"A has shape {matrix.shape}, expected (m, n); draw one item of a batch at a time")
         inside = mask_of(universal, matrix.shape[1], "universal", "column of A")

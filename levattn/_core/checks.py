@@ -91,6 +91,14 @@ def fraction(name: str, value: Any) -> float:
     return number
 
 
+def check_epsilon(epsilon: Any) -> float:
+    """Return ε as a float in (0, 1], or raise."""
+    number = real_number("epsilon", epsilon, what="a real number in (0, 1]")
+    if not 0 < number <= 1:
+        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
+    return number
+
+
 def count_of_rows(given: str, rows: Callable[[], Any]) -> int:
     """Return the number of rows, rounded up, that a theorem asks for; raise where it is beyond float64."""
     with np.errstate(all="ignore"):

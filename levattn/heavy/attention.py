@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, float64_beside, take_rows, to_numpy
-from levattn._core.checks import TIE
+from levattn._core.checks import TIE, check_epsilon
 from levattn._core.device import where_arrays_are
 from levattn._kernels import KEYS
 from levattn.exceptions import NonFiniteError
@@ -19,7 +19,6 @@ from levattn.heavy.entries import csr_of, heavy_places, of_other_function
 from levattn.heavy.normalizers import require_finite_queries
 from levattn.heavy.result import Figures, HeavyAttention, HeavyAttentionBatch, keys_of_heads
 from levattn.heavy.squares import HEAVY_NAMES, HEAVY_SKETCHES, HeavyMethod, of_squares
-from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.result import UniversalSet, check_universal, item_of, require_set_of
 from levattn.sets.universal import set_of
 from levattn.states.blocks import matrices_in_memory

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_float64
-from levattn._core.checks import TIE
+from levattn._core.checks import TIE, check_epsilon
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Float64
@@ -32,7 +32,6 @@ from levattn.heavy.normalizers import (
 from levattn.linalg.accumulator import UNIT, GramAccumulator
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite
-from levattn.sensitivity.leverage import check_epsilon
 from levattn.sensitivity.shown import span
 from levattn.sets.candidates import Candidates, ChunkForm
 from levattn.sets.result import rescored

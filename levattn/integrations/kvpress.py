@@ -12,11 +12,11 @@ try:
 except ImportError as error:
     raise ImportError(f'this needs kvpress and its dependencies ({error}): pip install "levattn[kvpress]"') from error
 
-from levattn._core.checks import check_type, whole_number
+from levattn._core.checks import check_epsilon, check_type, whole_number
 from levattn.functions import Softmax
 from levattn.integrations.transformers.calls import seen_by
 from levattn.sensitivity.expected import expected_scores
-from levattn.sensitivity.leverage import check_epsilon, leverage_scores
+from levattn.sensitivity.leverage import leverage_scores
 
 __all__ = ["ExpectedPress", "LeveragePress", "universal_press"]
 

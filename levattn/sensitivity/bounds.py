@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from levattn._core.arrays import Matrices, as_matrices, to_device, to_numpy
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_epsilon, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.types import Float64
@@ -26,7 +26,7 @@ from levattn.sensitivity.certificates import (
     iterated,
     raised_scores,
 )
-from levattn.sensitivity.leverage import check_epsilon, factorize
+from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.shown import keys_of
 from levattn.sensitivity.softmax import BALL_BOUND, JENSEN_BOUND
 

@@ -122,14 +122,6 @@ def rows_of(matrices: Matrices, center: Any) -> Rows:
     return centered(rows) if center else rows
 
 
-def check_epsilon(epsilon: Any) -> float:
-    """Return ε as a float in (0, 1], or raise."""
-    number = real_number("epsilon", epsilon, what="a real number in (0, 1]")
-    if not 0 < number <= 1:
-        raise ValueError(f"epsilon is {epsilon!r}; expected 0 < epsilon <= 1, as attention scores sum to 1")
-    return number
-
-
 def check_method(method: Any) -> bool:
     """Raise for an unknown method of leverage scores; return whether the method is approximate."""
     if check_sketches(method):

@@ -442,9 +442,8 @@ def _tamed(
         even = np.ldexp(values, -exponents)
         lost_key = bool(((values != 0) & (np.abs(even) < 2.0**-1022)).any())
         keys, largest, own = replace(keys, data=even, format="float64"), np.ldexp(largest, -exponents), powers
-    room = min(
-        0, int(min(1000 / p, 1000)) - int(np.ceil(np.log2(max(Q.shape[1], 1))))
-    )  # else the sum of powers may overflow
+    most = int(min(1000 / p, 1000))  # else the sum of powers may overflow
+    room = min(0, most - int(np.ceil(np.log2(max(Q.shape[1], 1)))))
     Q = np.ldexp(fraction, own - powers.max(axis=1, keepdims=True, initial=-(2**20)) + room)
     return Q, keys, largest, ((fraction != 0) & (np.abs(Q) < 2.0**-1022)).any(axis=1) | lost_key
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import Matrices, as_matrices, as_numbers, to_device, to_float64, to_numpy
-from levattn._core.checks import TIE, check_type, fraction, real_number, whole_number
+from levattn._core.checks import TIE, check_epsilon, check_type, fraction, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import SharedState, lock_of, locked, twin
 from levattn._core.types import Flags, Float64, Int64
@@ -19,7 +19,7 @@ from levattn.functions import AttentionFunction, Power, Softmax, as_function
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.sensitivity.expected import as_queries, mean_shares, of_sample
-from levattn.sensitivity.leverage import check_epsilon, factorize
+from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.shares import share_blocks
 from levattn.sensitivity.two_pass import as_source
 from levattn.sets.result import UniversalSet, keys_at, known_by, require_set_of, rescored, result_of

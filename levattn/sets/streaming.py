@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import check_type, whole_number
+from levattn._core.checks import check_epsilon, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, whole
 from levattn._core.types import Float64, Int64
@@ -17,7 +17,6 @@ from levattn.functions import FAMILIES, AttentionFunction, Power, Softmax, as_fu
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import refuse_nonfinite
 from levattn.linalg.weighted import chunk_times_roots
-from levattn.sensitivity.leverage import check_epsilon
 from levattn.sets.candidates import CandidateStore, ChunkForm, SelectedKeys
 from levattn.sets.prefix_bounds import require_bounds
 from levattn.sets.result import ListedKeys, frame_of, number_of, refuse_batch, save_arrays, storable_arrays

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_float64, to_numpy
-from levattn._core.checks import TIE, whole_number
+from levattn._core.checks import TIE, check_epsilon, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import SELECT, Rows
@@ -28,7 +28,7 @@ from levattn.linalg.factor import Factor
 from levattn.linalg.weighted import weighted, weighted_rows
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
-from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_epsilon, check_method, factorize, rows_of
+from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_method, factorize, rows_of
 from levattn.sensitivity.two_pass import Checkpoint, Source, as_source, two_passes
 from levattn.sets.result import Guarantee, UniversalSet, flag_counts, reaches, rescore_known, rescored, result_of
 

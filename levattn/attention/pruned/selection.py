@@ -14,12 +14,11 @@ import numpy as np
 
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.cached import cached_property
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_epsilon, whole_number
 from levattn.attention.arguments import namespace_of
 from levattn.attention.pruned.baselines import BASELINES, asks_queries, baseline_of
 from levattn.exceptions import NonFiniteError
 from levattn.functions import Power
-from levattn.sensitivity.leverage import check_epsilon
 
 SCORES = ("residual", "expected", "leverage")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from levattn._core.checks import fraction
+from levattn._core.checks import check_epsilon, fraction
 from levattn.cli.files import KeyFiles
 
 RESULTS = "Results"
@@ -20,10 +20,10 @@ def by_library(name: str) -> Any:
     """Return a check of an optional value: the library's own check of that name."""
 
     def check(value: float | None) -> float | None:
-        from levattn.sensitivity import groups, leverage
+        from levattn.sensitivity import groups
 
         checks: dict[str, Callable[[float], object]] = {
-            "epsilon": leverage.check_epsilon,
+            "epsilon": check_epsilon,
             "angle": groups.check_angle,
             "coverage": partial(fraction, "coverage"),
             "mass": partial(fraction, "mass"),
