@@ -115,7 +115,7 @@ def shard(rank: int, store: str, n: int, d: int, heads: int, ranks: int) -> None
     K, V = (rng.standard_normal((heads, n // ranks, d), dtype=np.float32) for _ in range(2))
     some_large(K, rng)
     K, V = (torch.from_numpy(array).to(torch.bfloat16) for array in (K, V))
-    sets, traffic = over_torch.universal_set(K, SHARDED_EPSILON, V=V)
+    sets, traffic = over_torch.universal_set(K, SHARDED_EPSILON, payload=V)
     if rank == 0:
         kib = [f"{size / 1024:.0f}" for size in (traffic.moments, traffic.selected, traffic.gathered, traffic.dense)]
         row = [f"{heads} x {n} x {d}, {ranks} ranks", str(int(sets.sizes.sum())), *kib, f"{traffic.ratio:.1f}"]

@@ -110,11 +110,11 @@ def moments(n: int) -> Figures:
     state, finite = Moments(2, K.shape[:2], decay=DECAY), True
     for t in range(n):
         state.update(K[:, :, t : t + 1])
-        finite &= t % PIECE > 0 or bool(np.isfinite(state.read()).all())
+        finite &= t % PIECE > 0 or bool(np.isfinite(state.result()).all())
     weights = precise(DECAY) ** np.arange(n - 1, -1, -1)
     expected = np.stack([(one.T * weights) @ one for one in precise(made(n))])[:, None] * precise(SCALES) ** 2
-    off = np.max(abs(state.read() - expected) / abs(expected).max(axis=(2, 3), keepdims=True), axis=(1, 2, 3))
-    return finite and bool(np.isfinite(state.read()).all()), off / BAR
+    off = np.max(abs(state.result() - expected) / abs(expected).max(axis=(2, 3), keepdims=True), axis=(1, 2, 3))
+    return finite and bool(np.isfinite(state.result()).all()), off / BAR
 
 
 STATES: dict[str, Callable[[int], Figures]] = {

@@ -240,7 +240,7 @@ def sample_rows(
     >>> from levattn.distributed.dask import sample_rows
     >>> K = np.random.default_rng(0).standard_normal((5000, 4))
     >>> sample = sample_rows(da.from_array(K, chunks=(700, 4)), 200, rng=1).compute(scheduler="threads")
-    >>> bool((sample.indices == levattn.StreamingRowSample(200, rng=1).update(K).read().indices).all())
+    >>> bool((sample.indices == levattn.StreamingRowSample(200, rng=1).update(K).result().indices).all())
     True
     """
     _require_dask()
@@ -255,7 +255,7 @@ def sample_rows(
     options: dict[str, Any] = {"distortion": distortion, "failure": failure, "ridge": ridge, "rng": as_seed(rng)}
     new = partial(StreamingRowSample, size, **options)
     new().update(_no_rows(K))  # raises for wrong arguments
-    return _computed(_in_tree(_by_chunk(_sampled_state, K, new=new), new, StreamingRowSample.read), client)
+    return _computed(_in_tree(_by_chunk(_sampled_state, K, new=new), new, StreamingRowSample.result), client)
 
 
 def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
@@ -351,7 +351,7 @@ def softmax_state(logits: Any, V: Any, /, *, client: Any = None) -> Any:
     >>> logits, V = np.random.default_rng(0).standard_normal((2, 1000, 4))
     >>> lazy = softmax_state(da.from_array(logits, chunks=(300, 4)), da.from_array(V, chunks=(500, 4)))
     >>> A = np.exp(logits) / np.exp(logits).sum(axis=0)
-    >>> np.allclose(lazy.compute(scheduler="threads").read(), A.T @ V)
+    >>> np.allclose(lazy.compute(scheduler="threads").result(), A.T @ V)
     True
     """
     _require_dask()

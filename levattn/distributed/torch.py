@@ -34,7 +34,7 @@ _ALIKE = {
     "batch": "the batch",
     "d": "d",
     "dtype": "the dtype of K_local",
-    "V": "V (its dtype and further axes)",
+    "payload": "payload (its dtype and further axes)",
     "epsilon": "epsilon",
     "f": "f",
 }
@@ -89,7 +89,7 @@ class Traffic:
 
 @where_arrays_are
 def universal_set(
-    K_local: Any, /, epsilon: float, *, V: Any = None, mask: Any = None, group: Any = None, f: Any = 2
+    K_local: Any, /, epsilon: float, *, payload: Any = None, mask: Any = None, group: Any = None, f: Any = 2
 ) -> tuple[StreamedSet, Traffic]:
     """Universal set of keys that are sharded along the sequence, with its values, on every rank of a process group.
 
@@ -105,7 +105,7 @@ def universal_set(
         Batch, d and dtype are the same on all ranks.
     epsilon : float in (0, 1]
         Smallest attention score that counts as large, the same on all ranks.
-    V : array of shape (..., m, ...), optional
+    payload : array of shape (..., m, ...), optional
         Rows to gather with the keys, such as their values: on all ranks or on none.
     mask : array of bool, shape (..., m), optional
         True for a key that takes part, False for padding. Masked keys still count as rows.
@@ -160,13 +160,13 @@ def universal_set(
     >>> from levattn.distributed.torch import universal_set
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> K = torch.cat([torch.eye(3), torch.ones(97, 3)])
-    >>> sets, traffic = universal_set(K, 0.5, V=torch.arange(100.0))
+    >>> sets, traffic = universal_set(K, 0.5, payload=torch.arange(100.0))
     >>> dist.destroy_process_group()
     >>> sets.indices, sets.payload
     (array([0, 1, 2]), array([0., 1., 2.], dtype=float32))
     """
     ranks = _Ranks(group)
-    told = ranks.together("Shard", lambda: (_described(K_local, epsilon, V, mask, f), {}))
+    told = ranks.together("Shard", lambda: (_described(K_local, epsilon, payload, mask, f), {}))
     shards = [fields for fields, _ in told]
     _require_alike(shards, _ALIKE)
     shapes = ranks.gathered
@@ -176,7 +176,7 @@ def universal_set(
     def without_keys() -> tuple[_Fields, _Arrays]:
         before = sum(shard["n"] for shard in shards[: ranks.rank])
         state = StreamingUniversalSet(epsilon, f=f, row_start=before)
-        for K, options in _parts(K_local, V, mask):
+        for K, options in _parts(K_local, payload, mask):
             state.update(K, **options)
         sealed = StreamingUniversalSet(epsilon, f=f, row_start=0).merge(state)  # one sum, and fewer keys
         fields, arrays = sealed.parts()
@@ -195,7 +195,7 @@ def universal_set(
         return {}, _chosen(mine, np.flatnonzero(np.concatenate([*heavy, np.zeros(0, np.bool_)])))
 
     sets = _holding(whole, _joined([arrays for _, arrays in ranks.together("Keys", selected)]))
-    if _is_bfloat16(V):
+    if _is_bfloat16(payload):
         sets = replace(sets, items=tuple(map(_with_numbers, sets.items)))
     dense = sum(shard["bytes"] for shard in shards)
     return sets, Traffic(shapes, moments, ranks.gathered - shapes - moments, dense)
@@ -250,7 +250,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
     >>> mine = SoftmaxState(2, 3).update(np.zeros((4, 2)), np.ones((4, 3)))
     >>> whole, earlier = softmax_state(mine), softmax_state(mine, before=True)
     >>> dist.destroy_process_group()
-    >>> whole.read()[0], earlier.read()[0]
+    >>> whole.result()[0], earlier.result()[0]
     (array([1., 1., 1.]), array([0., 0., 0.]))
     """
     ranks = _Ranks(group)
@@ -333,23 +333,28 @@ class _Ranks:
 # -- descriptions of shards ---------------------------------------------------------------------------
 
 
-def _described(K: Any, epsilon: Any, V: Any, mask: Any, f: Any) -> _Fields:
+def _described(K: Any, epsilon: Any, payload: Any, mask: Any, f: Any) -> _Fields:
     """Check the arguments of a rank, without reading its keys, and describe them."""
     state = StreamingUniversalSet(epsilon, f=f)
     state.parts()  # raises for functions whose states cannot be sent
     matrices = as_matrices(K, "K_local").masked(mask)
     shape, width = (*matrices.batch, matrices.n), _WIDTHS[matrices.format]
     fields: _Fields = {"epsilon": state.epsilon, "f": repr(state.f), "batch": list(matrices.batch), "d": matrices.d}
-    fields |= {"dtype": matrices.format, "V": None, "n": matrices.n, "bytes": math.prod(shape) * matrices.d * width}
-    if V is not None:
-        if not hasattr(V, "shape"):
-            raise TypeError(f"V is of type {type(V).__name__}; expected an array or a tensor")
-        if tuple(V.shape[: len(shape)]) != shape:
+    fields |= {
+        "dtype": matrices.format,
+        "payload": None,
+        "n": matrices.n,
+        "bytes": math.prod(shape) * matrices.d * width,
+    }
+    if payload is not None:
+        if not hasattr(payload, "shape"):
+            raise TypeError(f"payload is of type {type(payload).__name__}; expected an array or a tensor")
+        if tuple(payload.shape[: len(shape)]) != shape:
             raise ValueError(
-                f"V has shape {tuple(V.shape)}; expected {shape} and further axes, one entry for each key"
+                f"payload has shape {tuple(payload.shape)}; expected {shape} and further axes, one entry for each key"
             )
-        fields["V"] = [str(V.dtype).removeprefix("torch."), list(V.shape[len(shape) :])]
-        fields["bytes"] += math.prod(V.shape) * V.dtype.itemsize
+        fields["payload"] = [str(payload.dtype).removeprefix("torch."), list(payload.shape[len(shape) :])]
+        fields["bytes"] += math.prod(payload.shape) * payload.dtype.itemsize
     return fields
 
 
@@ -361,7 +366,7 @@ def _require_alike(told: list[_Fields], names: dict[str, str]) -> None:
             raise ValueError(f"{what} differs between the ranks of the group: {values}; expected the same on all")
 
 
-def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _parts(K: Any, payload: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield the keys in chunks with mask and payload; chunks on a device come into main memory one by one."""
     K, mask = (array if array is None or hasattr(array, "shape") else np.asarray(array) for array in (K, mask))
     n, lead = K.shape[-2], (slice(None),) * (K.ndim - 2)
@@ -369,8 +374,8 @@ def _parts(K: Any, V: Any, mask: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     size = max(1, _CHUNK_BYTES // row // BLOCK) * BLOCK
     for start in range(0, max(n, 1), size):
         part = slice(start, start + size)
-        payload = None if V is None else _storable(V[(*lead, part)])
-        yield K[..., part, :], {"payload": payload, "mask": None if mask is None else mask[..., part]}
+        beside = None if payload is None else _storable(payload[(*lead, part)])
+        yield K[..., part, :], {"payload": beside, "mask": None if mask is None else mask[..., part]}
 
 
 def _is_bfloat16(V: Any) -> bool:

@@ -194,7 +194,7 @@ def _of_moments(moments: Moments, keys: Matrices) -> Queries:
             "A last column of ones adds the mean"
         )
     moments = moments._snapshot()  # all of one time
-    G, weight = to_numpy(moments.read()), to_numpy(moments.weight)
+    G, weight = to_numpy(moments.result()), to_numpy(moments.weight)
     if not np.isfinite(G).all() or not (weight > 0).all():
         raise ValueError(
             "queries are Moments of no queries, or beyond the range of float64; expected some queries, scaled down"

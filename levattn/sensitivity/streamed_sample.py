@@ -246,7 +246,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     and the sample of merged states not on their order. The bits are the same for all chunks and numbers of threads.
 
     With :math:`c = \ln(2r/\delta) / ((1+\eta)\ln(1+\eta) - \eta)` for the rank r, the sample keeps all ``‖K y‖²``
-    within 1 ± η, except with probability δ. It has at most c r rows on average. `read` also measures the distortion
+    within 1 ± η, except with probability δ. It has at most c r rows on average. `result` also measures the distortion
     that the sample reached, which is exact up to rounding.
 
     Parameters
@@ -310,7 +310,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
     >>> state = levattn.StreamingRowSample(distortion=0.5, rng=1)
     >>> for start in range(0, 20_000, 700):
     ...     state = state.update(K[start : start + 700])
-    >>> sample = state.read()
+    >>> sample = state.result()
     >>> S = sample.rows()
     >>> len(sample), sample.distortion < 0.5, S.shape
     (308, True, (308, 5))
@@ -447,7 +447,7 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
         self._next_row = max(self._next_row, spans[-1][1]) if spans else self._next_row
         return self
 
-    def read(self) -> RowSample:
+    def result(self) -> RowSample:
         """Return the sample of the rows so far; the state goes on.
 
         Returns

@@ -189,7 +189,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
     >>> K = np.arange(300.0).reshape(100, 3)
     >>> here, there = SketchedRows(S, 3), SketchedRows(S, 3)
     >>> state = here.update(K[:40]).merge(there.update(K[40:], row_start=40))
-    >>> np.array_equal(state.read(), S.apply(K)), state.count
+    >>> np.array_equal(state.result(), S.apply(K)), state.count
     (True, 100)
     """
 
@@ -290,7 +290,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
         self._sums, self.count, self.next_row = total, self.count + count, max(self.next_row, next_row)
 
     @where_arrays_are
-    def read(self) -> Any:
+    def result(self) -> Any:
         """Return S K for all rows so far.
 
         Returns

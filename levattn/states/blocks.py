@@ -404,7 +404,7 @@ class BlockSums:
         sums, rows = self._parts()
         return sums.total(rows)
 
-    def read(self) -> Float64:
+    def result(self) -> Float64:
         """Return the moment."""
         moments, exponents = self._total()
         with np.errstate(over="ignore"):
@@ -513,7 +513,7 @@ class RunningSums:
             refuse_nonfinite(rows, self.rows)
         self.held, self.rows = new, self.rows + rows.shape[1]
 
-    def read(self) -> Any:
+    def result(self) -> Any:
         """Return the moment, a copy."""
         return _copied(self.sums()[0])
 
@@ -523,7 +523,7 @@ class RunningSums:
 
     def factor(self) -> Factor:
         """Return its factor, in main memory."""
-        total = to_numpy(self.read())
+        total = to_numpy(self.result())
         if not self._full:
             total = np.where(np.eye(self._shape[1], dtype=np.bool_), total[:, :, None], 0.0)
         exponents = np.zeros(total.shape[:2], np.int32)

@@ -67,12 +67,12 @@ class Moments(StoredState, name="Moments", version=2):
     >>> import numpy as np
     >>> from levattn.states import Moments
     >>> K = np.arange(12.0).reshape(6, 2)
-    >>> G = Moments(2).update(K[:5]).update(K[5:]).read()
+    >>> G = Moments(2).update(K[:5]).update(K[5:]).result()
     >>> np.array_equal(G, K.T @ K)
     True
     >>> w = np.linspace(0, 1, 6)
     >>> state = Moments(2, diagonal=True).update(K, weights=w)
-    >>> np.allclose(state.read(), w @ K**2), float(state.weight)
+    >>> np.allclose(state.result(), w @ K**2), float(state.weight)
     (True, 3.0)
     """
 
@@ -238,7 +238,7 @@ class Moments(StoredState, name="Moments", version=2):
             self.count = count  # at once: neither an interrupt nor a fork comes between a change and a store
 
     @where_arrays_are
-    def read(self) -> Any:
+    def result(self) -> Any:
         """Return the second moment of all rows so far.
 
         Returns
@@ -246,7 +246,7 @@ class Moments(StoredState, name="Moments", version=2):
         array of float64, shape (..., d, d), or (..., d) if `diagonal`
             Symmetric, zero where there was no key. Infinite where the square of a column's norm is beyond float64.
         """
-        return self._shaped(self._settled().read())
+        return self._shaped(self._settled().result())
 
     @where_arrays_are
     def factor(self) -> Factor:
@@ -371,7 +371,7 @@ def apart_from_last(moments: Moments) -> Float64:
     sums = moments._settled()
     if isinstance(sums, BlockSums):
         return sums.apart_from_last()
-    G = to_numpy(moments.read()).reshape(-1, moments.d, moments.d)
+    G = to_numpy(moments.result()).reshape(-1, moments.d, moments.d)
     return np.asarray(G[:, :-1, :-1] - G[:, :-1, -1:] * (G[:, -1:, :-1] / G[:, -1:, -1:]))
 
 

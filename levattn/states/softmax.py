@@ -66,7 +66,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
     >>> state = SoftmaxState(2, 8).update(logits[:60], V[:60])
     >>> state = state.merge(SoftmaxState(2, 8).update(logits[60:], V[60:]))
     >>> A = np.exp(logits) / np.exp(logits).sum(axis=0)
-    >>> np.allclose(state.read(), A.T @ V)
+    >>> np.allclose(state.result(), A.T @ V)
     True
     """
 
@@ -224,7 +224,7 @@ class SoftmaxState(StoredState, name="SoftmaxState", version=1):
         return self
 
     @where_arrays_are
-    def read(self) -> Any:
+    def result(self) -> Any:
         """Return the mean of the values under the softmax of each latent.
 
         Returns

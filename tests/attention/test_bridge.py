@@ -55,7 +55,7 @@ def test_diagonal_leverage_scores_are_the_scores_of_a_diagonal_moment() -> None:
     expected = np.einsum("hti,hij,htj->ht", W, np.linalg.inv(as_matrices), W)
     np.testing.assert_allclose(read(state, W), expected, rtol=1e-12)
     full = Moments(D, (H,)).update(W)
-    np.testing.assert_allclose(np.diagonal(full.read(), axis1=1, axis2=2), state.read(), rtol=1e-14)
+    np.testing.assert_allclose(np.diagonal(full.result(), axis1=1, axis2=2), state.result(), rtol=1e-14)
     np.testing.assert_allclose(read(full, W), levattn.leverage_scores(W), rtol=1e-10)
 
 
@@ -199,7 +199,7 @@ def test_the_state_of_token_statistics_attention_holds_the_variational_rate() ->
     P = memberships(W, 1.0, membership="norm")
     _, state = tssa(W, 1.0, membership="norm", return_state=True)
     sizes = np.asarray(state.tokens.weight)
-    second = np.asarray(state.tokens.read()) / sizes[:, None]
+    second = np.asarray(state.tokens.result()) / sizes[:, None]
     rate = (sizes / T * np.log1p(6 / eps**2 * second).sum(axis=1)).sum() / 2
     assert rate == pytest.approx(rates.variational_rate(Z, P.T, U, eps), rel=1e-12)
 

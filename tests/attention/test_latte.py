@@ -244,7 +244,7 @@ def test_a_step_from_references_that_float32_lacks() -> None:
     arrays = [x[20:21].astype(np.float32) for x in (Q, K, V)]
     Y, after = latte(*arrays, state=state, return_state=True)
     np.testing.assert_array_equal(Y, latte(*arrays, state=state))
-    np.testing.assert_allclose(after.read(), state.copy().merge(SoftmaxState(5, 3).update(*arrays[1:])).read())
+    np.testing.assert_allclose(after.result(), state.copy().merge(SoftmaxState(5, 3).update(*arrays[1:])).result())
 
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])

@@ -73,13 +73,13 @@ def stored(storage: str, arrays: Iterable[Any]) -> list[Any]:
 def figures(state: Any) -> list[Any]:
     """The numbers that a state holds."""
     if isinstance(state, SoftmaxState):
-        return [as_float64(state.read())]
+        return [as_float64(state.result())]
     if isinstance(state, TokenState):
         sums = [part for part in (state.norms, state.tokens) if part is not None]
-        return [as_float64(x) for part in sums for x in (part.read(), part.count)]
+        return [as_float64(x) for part in sums for x in (part.result(), part.count)]
     if isinstance(state, MacchiatoState):
         ring = [x for x in (state.k, state.V, state.logits) if x is not None]
-        return [*map(as_float64, (state.latents.read(), *ring)), np.asarray(state.positions)]
+        return [*map(as_float64, (state.latents.result(), *ring)), np.asarray(state.positions)]
     if isinstance(state, PrunedState):
         return []  # what it holds depends on how much of it is not yet merged
     return [as_float64(state)]

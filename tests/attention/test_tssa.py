@@ -203,7 +203,7 @@ def test_a_step_has_the_bits_of_one_with_a_mask_however_arrays_lie_in_memory(for
             np.testing.assert_array_equal(Y, expected)
             for found, wanted in ((new.norms, after.norms), (new.tokens, after.tokens)):
                 if wanted is not None:
-                    np.testing.assert_array_equal(found.read(), wanted.read())
+                    np.testing.assert_array_equal(found.result(), wanted.result())
                     np.testing.assert_array_equal(found.weight, wanted.weight)
                     np.testing.assert_array_equal(found.count, wanted.count)
     assert state.to_bytes() == kept
@@ -222,7 +222,7 @@ def test_shards_of_a_sequence_merge() -> None:
         _, whole = tssa(W, THETA, return_state=True, **options)
         parts = [tssa(W[:, low:high], THETA, return_state=True, **options)[1] for low, high in ((0, 25), (25, 60))]
         state = TokenState.from_bytes(parts[0].to_bytes()).merge(parts[1])
-        np.testing.assert_allclose(state.tokens.read(), whole.tokens.read(), rtol=1e-12)
+        np.testing.assert_allclose(state.tokens.result(), whole.tokens.result(), rtol=1e-12)
         np.testing.assert_allclose(state.tokens.weight, whole.tokens.weight, rtol=1e-12)
         again = tssa(W[:, 25:], THETA, state=parts[0], **options)
         np.testing.assert_allclose(again, tssa(W, THETA, **options)[:, 25:], atol=1e-12)
@@ -243,7 +243,7 @@ def test_shards_whose_memberships_depend_on_tokens_before_merge_in_two_rounds() 
         np.testing.assert_allclose(tssa(shards[1], THETA, state=states[0], **options), Y[:, 25:], atol=1e-12)
         merged = states[0].copy().merge(states[1])
         for mine, theirs in ((merged.norms, whole.norms), (merged.tokens, whole.tokens)):
-            np.testing.assert_allclose(mine.read(), theirs.read(), rtol=1e-12)
+            np.testing.assert_allclose(mine.result(), theirs.result(), rtol=1e-12)
             np.testing.assert_array_equal(mine.count, theirs.count)
 
 

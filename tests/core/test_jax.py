@@ -179,10 +179,10 @@ def test_scores_are_exact_without_float64(dtype: str) -> None:
 
 def test_states_and_streams_take_arrays_of_jax() -> None:
     held = in_jax(K)
-    np.testing.assert_array_equal(Moments(4).update(held).read(), Moments(4).update(K).read())
+    np.testing.assert_array_equal(Moments(4).update(held).result(), Moments(4).update(K).result())
     mask = in_jax(MASK)
     np.testing.assert_array_equal(
-        SoftmaxState(4, 4).update(held, held, mask).read(), SoftmaxState(4, 4).update(K, K, MASK).read()
+        SoftmaxState(4, 4).update(held, held, mask).result(), SoftmaxState(4, 4).update(K, K, MASK).result()
     )
     stream = levattn.StreamingUniversalSet(0.2).update(held, mask=mask, payload=held).result()
     plain = levattn.StreamingUniversalSet(0.2).update(K, mask=MASK, payload=K).result()

@@ -59,11 +59,11 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     ),
     "StreamingRowSample": (
         ((N, D), (N, D)),
-        lambda A, B: levattn.StreamingRowSample(20).update(A).update(B).read().weights,
+        lambda A, B: levattn.StreamingRowSample(20).update(A).update(B).result().weights,
     ),
     "sketch": (((N, D),), lambda K: sketch.Sketch(sketch.CountSketch(20)).apply(K)),
-    "Moments": (((N, D), (N,)), lambda K, w: states.Moments(D).update(K, weights=w**2).read()),
-    "SoftmaxState": (((N, 3), (N, 2)), lambda L, V: states.SoftmaxState(3, 2).update(L, V).read()),
+    "Moments": (((N, D), (N,)), lambda K, w: states.Moments(D).update(K, weights=w**2).result()),
+    "SoftmaxState": (((N, 3), (N, 2)), lambda L, V: states.SoftmaxState(3, 2).update(L, V).result()),
     "latte": (((N, 3), (N, 3), (N, 2)), attention.latte),
     "window_attention": (((2, N, D), (1, N, D), (1, N, 2)), lambda *x: attention.window_attention(*x, window=5)),
     "macchiato": (

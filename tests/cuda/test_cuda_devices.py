@@ -46,21 +46,21 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def state_of(K: Any, _Q: Any) -> Any:
     merged = SoftmaxState(8, 8).update(K[:700], K[:700]).merge(SoftmaxState(8, 8).update(K[700:], K[700:]))
-    return SoftmaxState.from_bytes(merged.to_bytes()).read()
+    return SoftmaxState.from_bytes(merged.to_bytes()).result()
 
 
 def sketch_of(K: Any, _Q: Any) -> Any:
     S = Sketch(CountSketch(64))
-    return SketchedRows(S, 8).update(K[:700]).merge(SketchedRows(S, 8).update(K[700:], 700)).read()
+    return SketchedRows(S, 8).update(K[:700]).merge(SketchedRows(S, 8).update(K[700:], 700)).result()
 
 
 MORE: dict[str, Callable[..., Any]] = {
     "a set's figures": lambda K, _: np.concatenate([(u := levattn.universal_set(K, 0.05)).indices, u.sizes[None]]),
     "softmax state": state_of,
-    "diagonal": lambda K, _: Moments(8, diagonal=True).update(K[:700]).update(K[700:]).read(),
-    "moments": lambda K, _: Moments(8).update(K).read(),
+    "diagonal": lambda K, _: Moments(8, diagonal=True).update(K[:700]).update(K[700:]).result(),
+    "moments": lambda K, _: Moments(8).update(K).result(),
     "sketch": sketch_of,
-    "sample": lambda K, _: levattn.StreamingRowSample(100).update(K).read().weights,
+    "sample": lambda K, _: levattn.StreamingRowSample(100).update(K).result().weights,
     "stream": lambda K, _: levattn.StreamingUniversalSet(0.05).update(K).result().member_scores,
     "latte": lambda K, _: latte(K[None], K[None], K[None]),
     "tssa": lambda K, _: tssa(K[None]),
@@ -712,7 +712,7 @@ def test_a_stream_of_tensors_goes_on_as_torch_does(tensors: Any, dtype: str) -> 
             payload=there.CudaTensor(torch.arange(2 * 4 * BLOCK).reshape(2, -1)[:, part], 1),
         )
         moments.update(there.CudaTensor(K[:, part], 1))
-    items, sums = found.result().items, moments.read()
+    items, sums = found.result().items, moments.result()
     assert set(places.launches) == {(1, 7)}
     assert made.asked
     assert not places.own
@@ -723,7 +723,7 @@ def test_a_stream_of_tensors_goes_on_as_torch_does(tensors: Any, dtype: str) -> 
         assert np.array_equal(item.indices, other.indices)
         assert np.array_equal(item.keys, other.keys)
         assert np.array_equal(item.payload, other.payload)
-    np.testing.assert_allclose(sums, Moments(8, (2,)).update(K).read(), rtol=1e-12, atol=1e-8)
+    np.testing.assert_allclose(sums, Moments(8, (2,)).update(K).result(), rtol=1e-12, atol=1e-8)
 
 
 def test_tensors_wait_for_what_a_stream_holds_of_cupy(tensors: Any, cupy: Any) -> None:
@@ -750,7 +750,7 @@ def test_states_of_two_devices_are_merged_in_main_memory(cupy: Any) -> None:
     (found, sums), (other, its) = parts
     expected = levattn.StreamingUniversalSet(0.05).update(K).result()
     assert found.merge(other).result().indices.tolist() == expected.indices.tolist()
-    np.testing.assert_allclose(sums.merge(its).read(), Moments(8).update(K).read(), rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(sums.merge(its).result(), Moments(8).update(K).result(), rtol=1e-12, atol=1e-9)
     assert cupy.cuda.runtime.getDevice() == 0
 
 

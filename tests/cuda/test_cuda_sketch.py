@@ -276,13 +276,13 @@ def test_states_take_rows_from_anywhere_and_stay_on_the_device(distribution: Dis
     K = whole_numbers(300, 5)
     sketch = Sketch(distribution, SEED)
     state = SketchedRows(sketch, 5).update(K[:100])
-    assert isinstance(state.read(), np.ndarray)
+    assert isinstance(state.result(), np.ndarray)
     state.update(cupy.asarray(K[100:200])).update(K[200:])
     other = SketchedRows(sketch, 5).update(cupy.asarray(K[100:])[:100], row_start=100)
     merged = SketchedRows(sketch, 5).update(K[:100]).merge(other).update(cupy.asarray(K[200:]), row_start=200)
     for found in (state, merged, SketchedRows.from_bytes(state.to_bytes()).merge(SketchedRows(sketch, 5))):
-        np.testing.assert_allclose(as_float64(found.read()), sketch.apply(K), rtol=0, atol=1e-11)
-    assert type(state.read()) is type(merged.read()) is type(cupy.zeros(1))
+        np.testing.assert_allclose(as_float64(found.result()), sketch.apply(K), rtol=0, atol=1e-11)
+    assert type(state.result()) is type(merged.result()) is type(cupy.zeros(1))
     assert SketchedRows.from_bytes(merged.to_bytes()).count == 300
 
 

@@ -98,16 +98,16 @@ def test_what_is_copied_pickled_and_saved_is_in_main_memory(cupy: Any) -> None:
     assert on_a_device(sums)
     assert not on_a_device(pickle.loads(pickle.dumps(sums)))
     np.testing.assert_allclose(
-        sums.read(), np.einsum("hni,hnj->hij", *[K.astype(np.float64)] * 2), rtol=1e-12, atol=1e-6
+        sums.result(), np.einsum("hni,hnj->hij", *[K.astype(np.float64)] * 2), rtol=1e-12, atol=1e-6
     )
 
 
 def test_what_is_read_is_not_what_is_held(cupy: Any) -> None:
     for K in (keys(2, 1), cupy.asarray(keys(2, 1))):
         sums = Moments(D, (2,)).update(K)
-        first = sums.read()
+        first = sums.result()
         first[...] = 0
-        assert (sums.read() != 0).any()
+        assert (sums.result() != 0).any()
 
 
 def test_an_error_leaves_what_is_held(cupy: Any) -> None:

@@ -102,7 +102,7 @@ def test_any_chunks_give_the_sample(sizes: list[int]) -> None:
     K = keys()
     for options in ({"size": 100}, {"distortion": 0.8, "ridge": 5.0}):
         found = sample_rows(in_chunks(K, sizes), rng=3, **options).compute()
-        expected = levattn.StreamingRowSample(rng=3, **options).update(K).read()
+        expected = levattn.StreamingRowSample(rng=3, **options).update(K).result()
         assert found.indices.tolist() == expected.indices.tolist()
         np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-12)
         np.testing.assert_array_equal(found.keys, K[found.indices])
@@ -486,7 +486,7 @@ def test_query_moments_are_those_of_all_queries(mean: bool) -> None:
     Q = np.random.default_rng(0).normal(1, 2, (2, 500, 4))
     state = query_moments(in_chunks(Q, [100, 0, 300]), mean=mean).compute()
     whole = np.concatenate([Q, np.ones((2, 500, 1))], axis=2) if mean else Q
-    np.testing.assert_allclose(state.read(), whole.swapaxes(1, 2) @ whole, rtol=1e-12)
+    np.testing.assert_allclose(state.result(), whole.swapaxes(1, 2) @ whole, rtol=1e-12)
     np.testing.assert_array_equal(state.weight, [500, 500])
 
 
@@ -512,7 +512,7 @@ def test_softmax_state_is_that_of_all_positions(sizes: list[int], others: list[i
         parts = [in_chunks(logits, sizes), in_chunks(V, others)]
     state = softmax_state(*parts).compute()
     alone = SoftmaxState(4, 3, logits.shape[:-2]).update(logits, V)
-    np.testing.assert_allclose(state.read(), alone.read(), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(state.result(), alone.result(), rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(state.m, alone.m)
 
 

@@ -167,14 +167,14 @@ def moments(X: Any, K: Any) -> None:
         whole = np.concatenate([K, np.ones_like(K[..., :1])], axis=-1) if mean else K
         state = Moments(whole.shape[-1], whole.shape[:-2]).update(whole)
         found = query_moments(X, mean=mean).compute()
-        np.testing.assert_allclose(found.read(), state.read(), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(found.result(), state.result(), rtol=1e-10, atol=1e-10)
         np.testing.assert_array_equal(found.weight, state.weight)
 
 
 def softmax(X: Any, K: Any) -> None:
     state = SoftmaxState(K.shape[-1], K.shape[-1], K.shape[:-2]).update(K, K)
     found = softmax_state(X, X * 1.0 if X.dtype.isnative else X).compute()
-    np.testing.assert_allclose(found.read(), state.read(), rtol=1e-4 if K.dtype.itemsize == 2 else 1e-6)
+    np.testing.assert_allclose(found.result(), state.result(), rtol=1e-4 if K.dtype.itemsize == 2 else 1e-6)
 
 
 FUNCTIONS = {"leverage_scores": scores, "universal_set": members, "query_moments": moments, "softmax_state": softmax}

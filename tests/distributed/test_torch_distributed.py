@@ -57,10 +57,16 @@ class Case:
         K = self.keys()
         edges = [*np.cumsum([0, *self.cuts]).tolist(), K.shape[-2]]
         part = slice(edges[rank], edges[rank + 1])
-        found: dict[str, Any] = {"K": K[..., part, :], "epsilon": self.epsilon, "V": None, "mask": None, "f": self.f}
+        found: dict[str, Any] = {
+            "K": K[..., part, :],
+            "epsilon": self.epsilon,
+            "payload": None,
+            "mask": None,
+            "f": self.f,
+        }
         if self.values is not None:
             V = self.values(K)
-            found["V"] = V[(*(slice(None),) * (K.ndim - 2), part)]
+            found["payload"] = V[(*(slice(None),) * (K.ndim - 2), part)]
         if self.mask is not None:
             found["mask"] = self.mask(K)[..., part]
         if rank == self.wrong[0]:
@@ -154,10 +160,20 @@ ERRORS = {
     "epsilon": Wrong(2, {"epsilon": lambda _: 2}, ValueError, "epsilon is 2", "rank 2: ValueError: epsilon is 2"),
     "no matrix": Wrong(0, {"K": lambda K: K[0]}, ValueError, "K_local has shape", "rank 0: ValueError: K_local"),
     "values too few": Wrong(
-        2, {"V": lambda V: V[:7]}, ValueError, r"V has shape \(7, 7\)", "rank 2: ValueError: V has", VALUES
+        2,
+        {"payload": lambda V: V[:7]},
+        ValueError,
+        r"payload has shape \(7, 7\)",
+        "rank 2: ValueError: payload has",
+        VALUES,
     ),
     "values in a list": Wrong(
-        1, {"V": lambda V: V.tolist()}, TypeError, "V is of type list", "rank 1: TypeError: V is", VALUES
+        1,
+        {"payload": lambda V: V.tolist()},
+        TypeError,
+        "payload is of type list",
+        "rank 1: TypeError: payload is",
+        VALUES,
     ),
     "mask too long": Wrong(
         0, {"mask": lambda m: torch.cat([m, m])}, ValueError, "mask has shape", "rank 0: ValueError: mask", MASKED
@@ -166,7 +182,7 @@ ERRORS = {
     "dtypes": Wrong(1, {"K": lambda K: K.float()}, ValueError, "dtype of K_local differs"),
     "epsilons": Wrong(1, {"epsilon": lambda _: 0.2}, ValueError, r"epsilon differs .* \[0.05, 0.2, 0.05\]"),
     "functions": Wrong(1, {"f": lambda _: 4}, ValueError, "^f differs"),
-    "values on one": Wrong(0, {"V": lambda _: None}, ValueError, r"^V \(its dtype", None, VALUES),
+    "values on one": Wrong(0, {"payload": lambda _: None}, ValueError, r"^payload \(its dtype", None, VALUES),
 }
 WRONG = {
     name: Case(keys, (3000, 3000), wrong=(wrong.rank, wrong.change), **wrong.given) for name, wrong in ERRORS.items()
@@ -244,7 +260,9 @@ def recorded(collective: Callable[..., Any], traveled: list[bytes]) -> Callable[
 def answer(case: Case, rank: int, group: Any) -> Any:
     given = case.arguments(rank)
     try:
-        return universal_set(given["K"], given["epsilon"], V=given["V"], mask=given["mask"], group=group, f=given["f"])
+        return universal_set(
+            given["K"], given["epsilon"], payload=given["payload"], mask=given["mask"], group=group, f=given["f"]
+        )
     except (TypeError, ValueError) as error:
         return error
 
@@ -371,7 +389,7 @@ def test_other_functions(alone: None, f: Any) -> None:
 def test_lists_and_words(alone: None) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     V = np.arange(6.0).astype(ml_dtypes.bfloat16)
-    sets, _ = universal_set(np.eye(6, 2).tolist(), 0.5, V=V, mask=[True, False] * 3)
+    sets, _ = universal_set(np.eye(6, 2).tolist(), 0.5, payload=V, mask=[True, False] * 3)
     assert sets.indices.tolist() == [0]
     assert sets.payload.dtype == np.float32
     assert sets.payload.tolist() == [0.0]
@@ -403,7 +421,7 @@ def test_softmax_states_are_merged_in_order(answers: list[dict[str, Any]]) -> No
             n = sum(chunk.shape[1] for chunk, _ in softmax_chunks()[:count])
             E = np.exp(logits[:, :n] - logits[:, :n].max(axis=1, keepdims=True, initial=-1e9))
             expected = np.einsum("btl,btd->bld", E / np.maximum(E.sum(axis=1, keepdims=True), 1e-300), V[:, :n])
-            np.testing.assert_allclose(state.read(), expected, rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(state.result(), expected, rtol=1e-12, atol=1e-14)
     assert len({of_rank["softmax"][0].to_bytes() for of_rank in answers}) == 1
 
 

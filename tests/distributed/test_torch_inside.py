@@ -44,7 +44,7 @@ def test_bytes_of_a_state_are_those_of_the_page(condition: float, share: int) ->
 
 
 def test_keys_come_in_chunks(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"V": row_numbers(heads()), "mask": heads()[..., 1] < 1}
+    given = {"payload": row_numbers(heads()), "mask": heads()[..., 1] < 1}
     whole = universal_set(heads(), 0.05, **given)
     monkeypatch.setattr("levattn.distributed.torch._CHUNK_BYTES", 1)  # so blocks of 2048 rows
     parts = universal_set(heads(), epsilon=0.05, **given)

@@ -86,7 +86,7 @@ def sampled(K: Any) -> Any:
     sample = levattn.StreamingRowSample(200, rng=3)
     for start in range(0, len(K), 1700):
         sample.update(K[start : start + 1700])
-    return np.asarray(sample.read().indices)
+    return np.asarray(sample.result().indices)
 
 
 def covered(Q: Any, K: Any) -> Any:
@@ -94,7 +94,7 @@ def covered(Q: Any, K: Any) -> Any:
 
 
 def moments(K: Any) -> Any:
-    return Moments(K.shape[-1]).update(K).read()
+    return Moments(K.shape[-1]).update(K).result()
 
 
 def heavy(Q: Any, K: Any) -> Any:

@@ -119,7 +119,7 @@ def test_size_of_the_theorem() -> None:
 def test_sizes_at_the_ends_of_the_range(eta: float, delta: float) -> None:
     assert levattn.sample_rows(TALL, distortion=eta, failure=delta).size == 400
     state = levattn.StreamingRowSample(distortion=eta, failure=delta)
-    assert state.update(TALL).read().distortion < max(eta, 1e-12)  # rounding
+    assert state.update(TALL).result().distortion < max(eta, 1e-12)  # rounding
     if eta == 1e-320:
         with pytest.raises(ValueError, match="more rows than float64 counts; expected a larger distortion"):
             levattn.sample_size(5, eta, delta)
@@ -141,7 +141,10 @@ def test_strict_arrays_are_sampled_as_others(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eta", [1e-320, 1e-160, 1e-155, 1e-150])  # the second and the third ask for infinitely many
 def test_the_least_distortions_take_all_rows_but_zero_ones(eta: float) -> None:
     K = np.vstack([TALL[:9], np.zeros((2, TALL.shape[1]))])
-    for found in (levattn.StreamingRowSample(distortion=eta).update(K).read(), levattn.sample_rows(K, distortion=eta)):
+    for found in (
+        levattn.StreamingRowSample(distortion=eta).update(K).result(),
+        levattn.sample_rows(K, distortion=eta),
+    ):
         np.testing.assert_array_equal(found.indices, range(9))
         np.testing.assert_array_equal(found.weights, 1.0)
 

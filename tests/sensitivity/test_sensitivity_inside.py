@@ -235,12 +235,12 @@ def test_a_sample_in_one_pass_is_the_one_defined(name: str) -> None:
     exponent = 1.5 * math.log(1.5) - 0.5
     promise = math.log(200 * max(rank, 1)) / exponent
     for options, c in (({"size": 60}, 60 / max(rank, 1)), ({"distortion": 0.5}, promise)):
-        sample = levattn.StreamingRowSample(**options, rng=5, row_start=70).update(K[:2500]).update(K[2500:]).read()
+        sample = levattn.StreamingRowSample(**options, rng=5, row_start=70).update(K[:2500]).update(K[2500:]).result()
         rows, weights = definitions.poisson_sample(levattn.leverage_scores(K), c, u)
         assert (sample.indices - 70).tolist() == rows.tolist()
         np.testing.assert_allclose(sample.weights, weights, rtol=1e-6)
     scores = levattn.leverage_scores(K, ridge=2.0)
-    damped = levattn.StreamingRowSample(30, ridge=2.0, rng=5, row_start=70).update(K).read()
+    damped = levattn.StreamingRowSample(30, ridge=2.0, rng=5, row_start=70).update(K).result()
     rows, weights = definitions.poisson_sample(scores, 30 / max(scores.sum(), 1e-12), u)
     assert (damped.indices - 70).tolist() == rows.tolist()
     np.testing.assert_allclose(damped.weights, weights, rtol=1e-6)

@@ -50,7 +50,7 @@ def alike(one: levattn.RowSample, other: levattn.RowSample, rtol: float = 1e-6) 
 @pytest.mark.parametrize("name", STREAMS)
 def test_one_pass_is_the_same_for_all_chunks_bytes_and_merges(name: str, kind: str) -> None:
     K, options = STREAMS[name](named_rng(name)), OPTIONS[kind]
-    whole = one(K, **options).read()
+    whole = one(K, **options).result()
     for cuts in CUTS:
         state = StreamingRowSample(**options, rng=5)
         for part in np.split(K, cuts):
@@ -58,12 +58,12 @@ def test_one_pass_is_the_same_for_all_chunks_bytes_and_merges(name: str, kind: s
             if len(cuts) == 4:
                 state = StreamingRowSample.from_bytes(state.to_bytes())
             if len(cuts) == 2:
-                state.read()
-        assert bits(state.read()) == bits(whole)
+                state.result()
+        assert bits(state.result()) == bits(whole)
     edges = (0, 1900, LATE, N)
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         parts = [one(K[edges[i] : edges[i + 1]], edges[i], **options) for i in order]
-        alike(parts[0].merge(parts[1]).merge(parts[2]).read(), whole)
+        alike(parts[0].merge(parts[1]).merge(parts[2]).result(), whole)
         assert parts[0].n == N
 
 
@@ -71,7 +71,7 @@ def test_one_pass_is_the_same_for_all_chunks_bytes_and_merges(name: str, kind: s
 @pytest.mark.parametrize("name", ["gaussian", "copies", "rank-grows-turned", "deficient", "columns-1e200"])
 def test_eigenvalues_and_probabilities_are_those_of_all_rows(name: str, kind: str) -> None:
     K, options = STREAMS[name](named_rng(name)), OPTIONS[kind]
-    sample, ridge = one(K, **options).read(), options.get("ridge", 0.0)
+    sample, ridge = one(K, **options).result(), options.get("ridge", 0.0)
     scores = levattn.leverage_scores(K, ridge=ridge)
     np.testing.assert_array_equal(sample.keys, K[sample.indices])
     c = sample.probabilities[0] / scores[sample.indices[0]] if sample.probabilities[0] < 1 else None
@@ -115,7 +115,7 @@ def test_the_theorem_holds_over_many_seeds(name: str) -> None:
     whole, failures, sizes = np.column_stack([K, y]), 0, []
     least = np.sum((even @ np.linalg.lstsq(even, y, rcond=None)[0] - y) ** 2)
     for seed in range(SEEDS):
-        sample = one(whole, distortion=ETA, failure=DELTA, rng=seed).read()
+        sample = one(whole, distortion=ETA, failure=DELTA, rng=seed).result()
         failures += sample.distortion > ETA
         sizes.append(len(sample))
         assert (sample.promised, sample.failure) == (ETA, DELTA)
@@ -136,7 +136,7 @@ def test_sums_over_the_sample_are_unbiased() -> None:
     K, y = np.random.default_rng(0).standard_normal((3000, 3)) * [1, 10, 0.1], np.array([1.0, -0.2, 5.0])
     sums, halves = [], []
     for seed in range(300):
-        sample = one(K, size=30, rng=seed).read()
+        sample = one(K, size=30, rng=seed).result()
         sums.append(np.sum((sample.rows() @ y) ** 2))
         halves.append(np.sum(sample.weights * (sample.indices < 1000)))
     for found, expected in ((sums, np.sum((K @ y) ** 2)), (halves, 1000)):
@@ -154,7 +154,7 @@ def test_few_rows_are_held() -> None:
     for i, part in enumerate(np.array_split(K, 40)):
         turning.update(part * np.eye(8, dtype=np.float32)[i // 5] * 10.0 ** (i // 5))
         assert turning.held < 4 * 300 + 4 * BLOCK
-    assert len(turning.read()) < 500
+    assert len(turning.result()) < 500
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
@@ -168,9 +168,9 @@ def test_weights_masks_and_other_dtypes(dtype: Any) -> None:
     state = StreamingRowSample(200, rng=3)
     for part in (slice(0, 700), slice(700, 3000)):
         state.update(lost[part], weights=w[part], mask=mask[part])
-    sample = state.read()
+    sample = state.result()
     whole = np.sqrt(np.where(mask, w, 0.0))[:, None] * K.astype(np.float64)
-    expected = StreamingRowSample(200, rng=3).update(whole).read()
+    expected = StreamingRowSample(200, rng=3).update(whole).result()
     assert sample.indices.tolist() == expected.indices.tolist()
     np.testing.assert_allclose(sample.weights, w[sample.indices] * expected.weights, rtol=1e-9)
     np.testing.assert_allclose(sample.eigenvalues, expected.eigenvalues, rtol=1e-9)
@@ -188,15 +188,15 @@ def test_masked_rows_of_whole_blocks_are_not_read(rows: int) -> None:
     held = [StreamingRowSample(50).update(lost, mask=mask), StreamingRowSample(50).update(lost, weights=mask * 1.0)]
     expected = StreamingRowSample(50).update(np.where(mask[:, None], K, 0.0))
     for state in held:
-        assert bits(state.read()) == bits(expected.read())
+        assert bits(state.result()) == bits(expected.result())
         assert state.held < 1000
 
 
 def test_rows_of_torch() -> None:
     torch = pytest.importorskip("torch")
     K = torch.tensor(np.random.default_rng(0).standard_normal((3000, 4)))
-    alike(one(K, size=50).read(), one(K.numpy(), size=50).read(), 1e-12)
-    short = one(K.to(torch.bfloat16), size=50).read()
+    alike(one(K, size=50).result(), one(K.numpy(), size=50).result(), 1e-12)
+    short = one(K.to(torch.bfloat16), size=50).result()
     assert short.keys is not None
     assert short.keys.dtype == np.float32
     np.testing.assert_array_equal(short.keys, K.to(torch.bfloat16).float().numpy()[short.indices])
@@ -207,12 +207,12 @@ def test_rows_that_alone_have_a_direction_are_always_taken() -> None:
         K = np.zeros((9000, 3))
         K[:, 0] = 1
         K[[3, 8000], [1, 2]] = 1e-30, 1e200
-        sample = one(K, size=4, rng=seed).read()
+        sample = one(K, size=4, rng=seed).result()
         assert {3, 8000} <= set(sample.indices)
         assert sample.weights[np.isin(sample.indices, [3, 8000])].tolist() == [1.0, 1.0]
     late = np.random.default_rng(0).standard_normal((9000, 2))
     late[8999] = 1e9, 1e9
-    assert 8999 in one(late, size=3).read().indices
+    assert 8999 in one(late, size=3).result().indices
 
 
 def test_a_later_row_that_hides_others_leaves_sums_unbiased() -> None:
@@ -220,7 +220,7 @@ def test_a_later_row_that_hides_others_leaves_sums_unbiased() -> None:
     K = np.repeat([[1e-25, -1e-25], [1.0, 1.0]], 3 * BLOCK, axis=0)
     counts = []
     for seed in range(100):
-        sample = one(K, size=40, rng=seed).read()
+        sample = one(K, size=40, rng=seed).result()
         first = sample.indices < 3 * BLOCK
         counts.append(np.sum(sample.weights[first]))
         assert np.count_nonzero(first) < 200
@@ -230,26 +230,26 @@ def test_a_later_row_that_hides_others_leaves_sums_unbiased() -> None:
 def test_few_and_no_rows() -> None:
     for K in (np.zeros((0, 3)), np.zeros((5, 3)), np.zeros((3 * BLOCK, 3))):
         for options in OPTIONS.values():
-            sample = one(K, **options).read()
+            sample = one(K, **options).result()
             assert (len(sample), sample.distortion, sample.rows_of_all) == (0, 0.0, len(K))
             assert sample.rows().shape == (0, 3)
-    wide = one(np.random.default_rng(0).standard_normal((4, 9)), size=4).read()
+    wide = one(np.random.default_rng(0).standard_normal((4, 9)), size=4).result()
     np.testing.assert_allclose(wide.weights, np.ones(4), rtol=1e-12)  # scores are 1 up to rounding
     empty = StreamingRowSample(3).merge(StreamingRowSample(3, row_start=7))
     assert (empty.n, empty.held, repr(empty)) == (0, 0, "StreamingRowSample(size=3, no chunk yet)")
     with pytest.raises(ValueError, match="no chunk of rows yet"):
-        empty.read()
+        empty.result()
     assert repr(one(np.eye(3), distortion=0.25)) == "StreamingRowSample(distortion=0.25, n=3, d=3)"
-    missing = one(np.repeat(np.eye(3), 50, axis=0), size=1, rng=2).read()
+    missing = one(np.repeat(np.eye(3), 50, axis=0), size=1, rng=2).result()
     assert missing.promised == math.inf
 
 
 def test_a_ridge_takes_fewer_rows() -> None:
     K = np.random.default_rng(0).standard_normal((6000, 30)) * np.geomspace(1, 1e-4, 30)
-    plain, damped = (one(K, distortion=0.8, ridge=ridge).read() for ridge in (0.0, 10.0))
+    plain, damped = (one(K, distortion=0.8, ridge=ridge).result() for ridge in (0.0, 10.0))
     assert len(damped) < len(plain) / 2
     assert max(damped.distortion, plain.distortion) <= 0.8
-    far = one(K, size=50, ridge=1e30).read()  # which hides all rows
+    far = one(K, size=50, ridge=1e30).result()  # which hides all rows
     assert far.distortion < 1e-9
 
 
@@ -259,12 +259,12 @@ def test_the_bits_do_not_depend_on_the_threads() -> None:
     for threads in (1, 2, 3):
         with levattn.thread_limit(threads):
             state = one(K, size=100)
-            found.append((state.to_bytes(), bits(state.read())))
+            found.append((state.to_bytes(), bits(state.result())))
     assert found[0] == found[1] == found[2]
 
 
 def test_a_sample_is_copied_and_pickled() -> None:
-    sample = one(KEYS["tall"], size=30).read()
+    sample = one(KEYS["tall"], size=30).result()
     for again in (copy.copy(sample), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):
         assert bits(again) == bits(sample)
         assert again.distortion == sample.distortion
@@ -342,7 +342,7 @@ def test_chunks_that_are_refused() -> None:
 
 def test_rows_of_narrow_keys_have_room_for_their_weights() -> None:
     state = StreamingRowSample(1).update(np.full((4, 1), 300, np.float16), weights=1e5)
-    sample = state.read()
+    sample = state.result()
     np.testing.assert_allclose(sample.rows(), np.sqrt(sample.weights)[:, None] * 300)
     K = np.full((200_000, 1), 100, np.float16)
     for rows in (levattn.sample_rows(lambda: [K], 1).rows(), levattn.sample_rows(K, 1).rows(K)):
@@ -423,4 +423,4 @@ def test_states_that_do_not_go_together() -> None:
     with pytest.raises(TypeError, match="other is of type int"):
         state.merge(3)  # type: ignore[arg-type]
     assert state.to_bytes() == before
-    assert state.merge(one(K, 400, size=20)).update(K).read().rows_of_all == 1200
+    assert state.merge(one(K, 400, size=20)).update(K).result().rows_of_all == 1200

@@ -145,8 +145,8 @@ def test_weights_far_from_one() -> None:
 def test_the_sum_of_chunks_has_the_same_scores() -> None:
     w = weights_of(TALL)
     state = Moments(5).update(TALL[:20], weights=w[:20]).update(TALL[20:], weights=w[20:])
-    np.testing.assert_allclose(state.read(), TALL.T @ (w[:, None] * TALL), rtol=1e-12)
-    found = [np.sum(w[j] * TALL[j] @ np.linalg.inv(state.read()) * TALL[j]) for j in range(60)]
+    np.testing.assert_allclose(state.result(), TALL.T @ (w[:, None] * TALL), rtol=1e-12)
+    found = [np.sum(w[j] * TALL[j] @ np.linalg.inv(state.result()) * TALL[j]) for j in range(60)]
     np.testing.assert_allclose(levattn.leverage_scores(TALL, weights=w), found, rtol=1e-6)
 
 

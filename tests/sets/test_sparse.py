@@ -442,4 +442,4 @@ def test_sketches_are_those_of_the_keys_written_out(family: Distribution) -> Non
     state = SketchedRows(S, 7)
     for start in (3000, 0, 1000, 2000, 4000):
         state.update(csr(K[start : start + 1000], "float64"), row_start=11 + start)
-    np.testing.assert_allclose(state.read(), dense, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-10)
+    np.testing.assert_allclose(state.result(), dense, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-10)

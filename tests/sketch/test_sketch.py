@@ -274,13 +274,13 @@ def test_chunks_in_any_order_give_one_sketch(
     for low, high in cuts:
         state.update(K[low:high], row_start=start + low)
         part = SketchedRows(sketch, 6).update(K[low:high], row_start=start + low)
-        alone = part.read()
+        alone = part.result()
         after.merge(part)
-        assert np.array_equal(part.read(), alone)
+        assert np.array_equal(part.result(), alone)
         before = part.merge(before)
     expected = by_definition(distribution, K, start)
     for found in (state, before, after):
-        close(distribution, found.read(), expected)
+        close(distribution, found.result(), expected)
         assert (found.count, found.next_row) == (400, start + 400)
 
 
@@ -294,7 +294,7 @@ def test_chunks_of_any_kind_of_array_and_threads_give_one_sketch(distribution: D
     for threads, low in ((2, 0), (1, 350), (3, 352)):
         with levattn.thread_limit(threads):
             state.update(STORAGE[kind](K[low : {0: 350, 350: 352, 352: 700}[low]]))  # goes on where it stopped
-    close(distribution, state.read(), by_definition(distribution, K))
+    close(distribution, state.result(), by_definition(distribution, K))
 
 
 @contract
@@ -305,10 +305,10 @@ def test_states_of_batches_and_masks(distribution: Distribution) -> None:
     sketch = Sketch(distribution, SEED)
     state = SketchedRows(sketch, 4, (3, 2))
     state.update(garbage[:, :, :70], mask=mask[:, :, :70]).update(garbage[:, :, 70:], mask=mask[:, :, 70:])
-    assert state.read().shape == (3, 2, distribution.size, 4)
+    assert state.result().shape == (3, 2, distribution.size, 4)
     for i, j in np.ndindex(3, 2):
         present = np.where(mask[i, j, :, None], K[i, j], 0)
-        close(distribution, state.read()[i, j], by_definition(distribution, present))
+        close(distribution, state.result()[i, j], by_definition(distribution, present))
 
 
 @contract
@@ -321,12 +321,12 @@ def test_rows_that_are_not_finite_leave_the_state_as_it_was(
         pytest.skip(f"no package for {storage}")
     K = whole_numbers(60, 3)
     state = SketchedRows(Sketch(distribution, 1), 3).update(K)
-    before = state.read()
+    before = state.result()
     bad = K.copy()
     bad[[7, 31], 1] = value
     with pytest.raises(NonFiniteError, match=r"^K holds NaN or infinity, first in rows \[67, 91\]; expected"):
         state.update(STORAGE[storage](bad))
-    assert np.array_equal(state.read(), before)
+    assert np.array_equal(state.result(), before)
     assert (state.count, state.next_row) == (60, 60)
     batch = np.stack([K, bad])
     with pytest.raises(NonFiniteError, match=r"rows \[7, 31\] of matrix 1 \(leading axes flattened\)"):
@@ -340,11 +340,11 @@ def test_sums_that_overflow_leave_the_state_as_it_was(distribution: Distribution
         pytest.skip(f"no package for {storage}")
     sketch = Sketch(distribution, 1)
     state = SketchedRows(sketch, 1).update(STORAGE[storage](np.ones((3, 1))))
-    before = state.read()
+    before = state.result()
     huge = np.sign(sketch.matrix(3, 400)[0])[:, None] * 1.5e308  # all of one sign in the first row of the sketch
     with pytest.raises(ValueError, match=r"^K has entries so large that sums of them overflow float64; scale K down"):
         state.update(STORAGE[storage](huge))
-    assert np.array_equal(state.read(), before)
+    assert np.array_equal(state.result(), before)
     assert (state.count, state.next_row) == (3, 3)
     state.update(STORAGE[storage](whole_numbers(400, 1)))
 
@@ -366,11 +366,11 @@ def test_totals_that_overflow_leave_the_state_as_it_was() -> None:
     sketch = Sketch(Shifted(1))
     state = SketchedRows(sketch, 1).update(np.full((1, 1), 1.5e308))
     other = SketchedRows(sketch, 1).update(np.full((1, 1), 1.5e308))
-    before = state.read()
+    before = state.result()
     for call in (lambda: state.merge(other), lambda: state.update(np.full((1, 1), 1.5e308))):
         with pytest.raises(ValueError, match=r"^the sums of all rows overflow float64; .* The state is as it was$"):
             call()
-        assert np.array_equal(state.read(), before)
+        assert np.array_equal(state.result(), before)
         assert (state.count, state.next_row) == (1, 1)
 
 
@@ -492,8 +492,8 @@ def test_bytes_make_the_same_state(distribution: Distribution, batch: tuple[int,
     again = SketchedRows.from_bytes(state.to_bytes())
     assert (again.sketch, again.d, again.batch) == (state.sketch, state.d, state.batch)
     assert (again.count, again.next_row) == (30, FAR + 30)
-    assert np.array_equal(again.read(), state.read())
-    assert np.array_equal(again.update(K).read(), state.update(K).read())  # where it stopped, and writable
+    assert np.array_equal(again.result(), state.result())
+    assert np.array_equal(again.update(K).result(), state.update(K).result())  # where it stopped, and writable
     state.merge(again)
 
 

@@ -66,7 +66,7 @@ def scores_of(state: Moments, K: Float) -> Float:
 def test_reads_the_second_moment(n: int, dtype: str) -> None:
     K = rows(n, n, 5).astype(dtype)
     state = of(K)
-    np.testing.assert_allclose(state.read(), definition(K)[0], rtol=1e-13, atol=1e-12)
+    np.testing.assert_allclose(state.result(), definition(K)[0], rtol=1e-13, atol=1e-12)
     assert state.count == n
 
 
@@ -84,7 +84,7 @@ def test_moments_and_weights_are_their_definitions(form: str, weighted: bool, ma
     for i in range(2):
         own = tuple(None if x is None else x[i] for x in (weights, mask))
         G, total = definition(K[i], *own, **FORMS[form])
-        np.testing.assert_allclose(state.read()[i], G, rtol=1e-12, atol=1e-12 * np.abs(G).max())
+        np.testing.assert_allclose(state.result()[i], G, rtol=1e-12, atol=1e-12 * np.abs(G).max())
         np.testing.assert_allclose(state.weight[i], total, rtol=1e-12)
         assert state.count[i] == (3000 if mask is None else mask[i].sum())
 
@@ -96,7 +96,7 @@ def test_each_matrix_has_a_decay_of_its_own() -> None:
         state = Moments(3, (2, 3), diagonal=diagonal, decay=decay).update(K[..., :15, :]).update(K[..., 15:, :])
         for i, j in np.ndindex(2, 3):
             expected = definition(K[i, j], diagonal=diagonal, decay=decay[j])[0]
-            np.testing.assert_allclose(state.read()[i, j], expected, rtol=1e-12, atol=1e-13)
+            np.testing.assert_allclose(state.result()[i, j], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_a_refilled_array_of_decays_changes_no_state() -> None:
@@ -104,8 +104,8 @@ def test_a_refilled_array_of_decays_changes_no_state() -> None:
     state = Moments(3, (2,), decay=decay).update(K)
     decay[:] = 0.1
     expected = Moments(3, (2,), decay=np.array([0.5, 0.9])).update(K).update(K)
-    assert np.array_equal(state.update(K).read(), expected.read())
-    assert np.array_equal(Moments.from_bytes(state.to_bytes()).read(), expected.read())
+    assert np.array_equal(state.update(K).result(), expected.result())
+    assert np.array_equal(Moments.from_bytes(state.to_bytes()).result(), expected.result())
     assert np.array_equal(state.decay, [0.5, 0.9])
 
 
@@ -119,18 +119,18 @@ def test_all_libraries_and_dtypes(storage: str, form: str) -> None:
     again = Moments.from_bytes(state.to_bytes())
     for i in range(2):
         expected = definition(as_float64(K)[i], weights[i], **FORMS[form])[0]
-        np.testing.assert_allclose(as_float64(state.read())[i], expected, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(again.read()[i], expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(as_float64(state.result())[i], expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(again.result()[i], expected, rtol=1e-12, atol=1e-13)
 
 
 def test_sums_keep_their_digits_over_many_rows() -> None:
     state = Moments(1, diagonal=True).update(np.full((300_000, 1), 0.7))
-    assert abs(float(state.read()[0]) / (300_000 * 0.7**2) - 1) < 1e-10
+    assert abs(float(state.result()[0]) / (300_000 * 0.7**2) - 1) < 1e-10
 
 
 def test_keys_of_the_documented_range() -> None:
     K = np.random.default_rng(10).uniform(-1e150, 1e150, (9000, 3))
-    np.testing.assert_allclose(of(K).read() / 1e300, definition(K / 1e150)[0], rtol=1e-12)
+    np.testing.assert_allclose(of(K).result() / 1e300, definition(K / 1e150)[0], rtol=1e-12)
 
 
 # -- chunks and threads change no bit ----------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_chunks_change_no_bit(form: str, seed: int, cuts: list[int], weighted: b
     state = Moments(3, **FORMS[form])
     for low, high in pairwise([0, *sorted(cuts), 6500]):
         state.update(K[low:high], weights=weights[low:high] if weighted else None)
-    assert state.read().tobytes() == whole.read().tobytes()
+    assert state.result().tobytes() == whole.result().tobytes()
     np.testing.assert_allclose(state.weight, whole.weight, rtol=1e-13)
 
 
@@ -155,7 +155,7 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
     results = []
     for threads in (1, 2, 3):
         with levattn.thread_limit(threads):
-            results.append((of(K).read(), leverage_scores(K)))
+            results.append((of(K).result(), leverage_scores(K)))
     for moment, scores in results[1:]:
         assert np.array_equal(moment, results[0][0])
         assert np.array_equal(scores, results[0][1])
@@ -163,10 +163,10 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
 
 def test_heads_are_summed_apart() -> None:
     K = rows(2, 2500, 4, (2, 3))
-    moment = of(K[..., :1000, :]).update(K[..., 1000:1007, :]).update(K[..., 1007:, :]).read()
+    moment = of(K[..., :1000, :]).update(K[..., 1000:1007, :]).update(K[..., 1007:, :]).result()
     assert moment.shape == (2, 3, 4, 4)
     for i, j in np.ndindex(2, 3):
-        assert np.array_equal(moment[i, j], of(K[i, j]).read())
+        assert np.array_equal(moment[i, j], of(K[i, j]).result())
 
 
 def test_a_chunk_may_be_overwritten_after_update() -> None:
@@ -175,14 +175,14 @@ def test_a_chunk_may_be_overwritten_after_update() -> None:
     for low in range(0, 700, 100):
         chunk[:] = K[low : low + 100]
         state.update(chunk)
-    assert np.array_equal(state.read(), of(K).read())
+    assert np.array_equal(state.result(), of(K).result())
 
 
 @of_all_forms
 def test_what_is_read_is_not_what_is_held(form: str) -> None:
     state = of(rows(16, 10), form)
     expected = state.to_bytes()
-    for array in (state.read(), state.weight):
+    for array in (state.result(), state.weight):
         array[...] = 7
     assert state.to_bytes() == expected
 
@@ -202,12 +202,12 @@ def test_merging_is_one_state(form: str, seed: int, cuts: list[int]) -> None:
         before = part.to_bytes()
         merged.merge(part)
         assert part.to_bytes() == before
-    np.testing.assert_allclose(merged.read(), whole.read(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(merged.result(), whole.result(), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(merged.weight, whole.weight, rtol=1e-12)
     assert merged.count == whole.count
     # identity, on both sides
     for pair in ((Moments(3, **FORMS[form]), whole.copy()), (whole.copy(), Moments(3, **FORMS[form]))):
-        assert np.array_equal(pair[0].merge(pair[1]).read(), whole.read())
+        assert np.array_equal(pair[0].merge(pair[1]).result(), whole.result())
 
 
 @pytest.mark.parametrize("form", ["full", "diagonal"])
@@ -216,21 +216,21 @@ def test_merging_is_commutative_and_associative_without_decay(form: str, n: int)
     parts = [of(rows(i, n + i), form) for i in range(3)]
     a = parts[0].copy().merge(parts[1]).merge(parts[2])
     b = parts[2].copy().merge(parts[1].copy().merge(parts[0]))
-    np.testing.assert_allclose(a.read(), b.read(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(a.result(), b.result(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_merged_state_goes_on() -> None:
     K = rows(7, 4000)
     other = of(K[2500:3000])
-    before = other.read()
+    before = other.result()
     state = of(K[:2500]).merge(other).update(K[3000:])
-    np.testing.assert_allclose(state.read(), definition(K)[0], rtol=1e-12)
-    assert np.array_equal(other.read(), before)
+    np.testing.assert_allclose(state.result(), definition(K)[0], rtol=1e-12)
+    assert np.array_equal(other.result(), before)
 
 
 def test_integer_values_make_every_order_equal() -> None:
     K = np.random.default_rng(8).integers(-9, 10, (5000, 6)).astype(float)
-    assert np.array_equal(of(K[3000:]).merge(of(K[:3000])).read(), definition(K)[0])
+    assert np.array_equal(of(K[3000:]).merge(of(K[:3000])).result(), definition(K)[0])
 
 
 def test_decays_are_compared_for_each_matrix_of_the_batch() -> None:
@@ -238,14 +238,14 @@ def test_decays_are_compared_for_each_matrix_of_the_batch() -> None:
     one = Moments(3, (2,), diagonal=True, decay=0.9).update(first)
     each = Moments(3, (2,), diagonal=True, decay=[0.9, 0.9]).update(second)
     whole = Moments(3, (2,), diagonal=True, decay=0.9).update(first).update(second)
-    np.testing.assert_allclose(one.merge(each).read(), whole.read(), rtol=1e-13)
+    np.testing.assert_allclose(one.merge(each).result(), whole.result(), rtol=1e-13)
 
 
 def test_a_state_is_made_of_arrays_and_goes_on() -> None:
     K = rows(12, 30, batch=(2,))
     straight = Moments(3, (2,), diagonal=True, decay=0.9).update(K)
     head = Moments(3, (2,), diagonal=True, decay=0.9).update(K[:, :20])
-    state = Moments.from_arrays(head.read(), head.weight, head.count, decay=0.9)
+    state = Moments.from_arrays(head.result(), head.weight, head.count, decay=0.9)
     assert state.update(K[:, 20:]).to_bytes() == straight.to_bytes()
 
 
@@ -258,7 +258,7 @@ def test_the_factor_of_a_diagonal_gives_diagonal_scores_and_of_weights_weighted_
     np.testing.assert_allclose(scores, (K**2 / (K**2).sum(axis=0)).sum(axis=1), rtol=1e-12)
     assert abs(scores.sum() - 3) < 1e-12
     decayed = of(K, "decayed")
-    for state, G in ((of(K, weights=weights), (K.T * weights) @ K), (decayed, decayed.read())):
+    for state, G in ((of(K, weights=weights), (K.T * weights) @ K), (decayed, decayed.result())):
         expected = np.einsum("ij,jk,ik->i", K, np.linalg.inv(G), K)
         np.testing.assert_allclose(scores_of(state, K), expected, rtol=1e-11)
 
@@ -325,7 +325,7 @@ def test_rows_of_a_head_that_are_not_finite_are_named() -> None:
         state.update(K)
     mask = np.ones((2, 3, 10), bool)
     mask[..., 7] = False
-    assert np.all(np.isfinite(state.update(K, mask).read()))
+    assert np.all(np.isfinite(state.update(K, mask).result()))
 
 
 def wrong() -> Iterator[Any]:

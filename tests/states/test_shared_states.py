@@ -50,7 +50,7 @@ def stream_figures(state: Any) -> Any:
 
 
 def sample_figures(state: Any) -> Any:
-    found = state.read()
+    found = state.result()
     rest = levattn.StreamingRowSample.from_bytes(state.to_bytes())
     return state.n, found.indices.tolist(), found.weights.tolist(), found.keys.tolist(), rest.n, state.held
 
@@ -112,7 +112,7 @@ def of_moments(**options: Any) -> Kind:
     return Kind(
         lambda: Moments(D, **options),
         lambda state, number: state.update(chunk(number)),
-        lambda state: (state.to_bytes(), state.read().tolist(), float(state.weight), state.factor().rank.tolist()),
+        lambda state: (state.to_bytes(), state.result().tolist(), float(state.weight), state.factor().rank.tolist()),
         lambda state: int(state.count),
     )
 
@@ -136,13 +136,13 @@ KINDS: dict[str, Kind] = {
     "softmax": Kind(
         lambda: SoftmaxState(1, D),
         lambda state, number: state.update(np.zeros((40, 1)), chunk(number)),
-        lambda state: (state.to_bytes(), state.read().tolist()),
+        lambda state: (state.to_bytes(), state.result().tolist()),
         lambda state: int(state.s[0]),
     ),
     "sketch": Kind(
         lambda: SketchedRows(Sketch(CountSketch(4), 7), D),
         lambda state, number: state.update(chunk(number), row_start=40 * number),
-        lambda state: (state.to_bytes(), state.read().tolist()),
+        lambda state: (state.to_bytes(), state.result().tolist()),
         lambda state: state.count,
     ),
     "causal": Kind(
@@ -367,7 +367,7 @@ def test_queries_that_another_thread_adds_are_of_one_time() -> None:
             lambda state=state: state.update(queries),  # type: ignore[misc]
         )
         count = 500 if added is None else 1000  # the call may have fewer lines than the first one
-        assert (state.count, state.read()[3, 3]) == (count, count)
+        assert (state.count, state.result()[3, 3]) == (count, count)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes that fork")

@@ -41,7 +41,7 @@ def of(logits: np.ndarray, V: np.ndarray, mask: Any = None) -> SoftmaxState:
 
 
 def assert_same(one: SoftmaxState, other: SoftmaxState, tolerance: float = 1e-13) -> None:
-    np.testing.assert_allclose(one.read(), other.read(), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(one.result(), other.result(), rtol=tolerance, atol=tolerance)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(one.m + np.log(one.s), other.m + np.log(other.s), rtol=tolerance, atol=tolerance)
 
@@ -50,7 +50,7 @@ def assert_same(one: SoftmaxState, other: SoftmaxState, tolerance: float = 1e-13
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-14), ("float32", 2e-6)])
 def test_reads_the_means_under_softmax(scale: float, dtype: str, tolerance: float) -> None:
     logits, V = chunk(0, scale=scale, dtype=dtype)
-    np.testing.assert_allclose(of(logits, V).read(), means(logits, V), rtol=0, atol=tolerance * 10)
+    np.testing.assert_allclose(of(logits, V).result(), means(logits, V), rtol=0, atol=tolerance * 10)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -76,7 +76,7 @@ def test_the_empty_state_is_the_identity() -> None:
     assert state.copy().merge(empty).to_bytes() == before
     assert empty.copy().merge(state).to_bytes() == before
     assert state.copy().update(np.empty((0, 5)), np.empty((0, 3))).to_bytes() == before
-    assert not empty.read().any()
+    assert not empty.result().any()
     assert (empty.m == -np.inf).all()
 
 
@@ -89,9 +89,9 @@ def test_masked_positions_and_those_of_no_weight_are_not_there() -> None:
         assert_same(state, of(logits[mask], V[mask]))
     logits[:, 2] = -np.inf
     state = of(logits[mask], V[mask])
-    assert not state.read()[2].any()
+    assert not state.result()[2].any()
     assert state.s[2] == 0
-    np.testing.assert_allclose(state.read(), means(logits[mask], V[mask]), atol=1e-13)
+    np.testing.assert_allclose(state.result(), means(logits[mask], V[mask]), atol=1e-13)
 
 
 def test_serves_attention_over_parts_of_the_keys() -> None:
@@ -102,14 +102,14 @@ def test_serves_attention_over_parts_of_the_keys() -> None:
     A = np.exp(np.swapaxes(logits, 1, 2))
     expected = A / A.sum(axis=2, keepdims=True) @ V
     state = SoftmaxState(50, 8, (2,)).update(logits[:, ::2], V[:, ::2])
-    np.testing.assert_allclose(state.update(logits[:, 1::2], V[:, 1::2]).read(), expected, atol=1e-14)
+    np.testing.assert_allclose(state.update(logits[:, 1::2], V[:, 1::2]).result(), expected, atol=1e-14)
 
 
 def test_a_late_jump_loses_nothing() -> None:
     logits = np.concatenate([np.zeros((40, 1)), np.full((60, 1), 200.0)]).astype(np.float32)
     V = np.arange(100, dtype=np.float32)[:, None]
-    assert of(logits, V).read()[0, 0] == pytest.approx(69.5)
-    assert of(logits[:40], V[:40]).read()[0, 0] == pytest.approx(19.5)
+    assert of(logits, V).result()[0, 0] == pytest.approx(69.5)
+    assert of(logits[:40], V[:40]).result()[0, 0] == pytest.approx(19.5)
 
 
 @pytest.mark.parametrize("pieces", [1, 64, 5000])
@@ -119,7 +119,7 @@ def test_errors_do_not_grow_with_the_number_of_positions(pieces: int) -> None:
     state = SoftmaxState(1, 1)
     for low in range(0, 1_000_000, 1_000_000 // pieces):
         state.update(logits[low : low + 1_000_000 // pieces], V[low : low + 1_000_000 // pieces])
-    assert state.read()[0, 0] == pytest.approx(means(logits, V)[0, 0], rel=1e-6)
+    assert state.result()[0, 0] == pytest.approx(means(logits, V)[0, 0], rel=1e-6)
 
 
 def wrong() -> Iterator[Any]:
@@ -149,7 +149,7 @@ def test_other_arrays_hold_the_same(storage: str) -> None:
     state = SoftmaxState(5, 3).update(stored[0][:90, :], stored[1][:90, :])
     state.update(stored[0][90:, :], stored[1][90:, :])
     again = SoftmaxState.from_bytes(state.to_bytes())
-    np.testing.assert_allclose(again.read(), means(logits, V), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(again.result(), means(logits, V), rtol=1e-5, atol=1e-5)
 
 
 def test_arrays_of_two_libraries_are_not_mixed() -> None:
@@ -164,7 +164,7 @@ def test_like_positions_are_not_rounded_all_in_one_direction(number: float) -> N
     """Equal logits and values: plain sums in float32 are off by 6e-5 after 4096 of them."""
     V = np.full((20_000, 1), number, np.float32)
     state = SoftmaxState(1, 1).update(np.zeros_like(V), V)
-    assert state.read()[0, 0] == pytest.approx(float(np.float32(number)), rel=2e-6)
+    assert state.result()[0, 0] == pytest.approx(float(np.float32(number)), rel=2e-6)
 
 
 def test_arrays_of_torch_and_foreign_ones_are_taken_or_refused() -> None:

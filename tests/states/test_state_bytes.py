@@ -744,13 +744,13 @@ def grow(state: StreamingUniversalSet, n: int) -> None:
 def use(state: State) -> None:
     """Read the state and add to it; its numbers may be nonsense, so what is read may be."""
     if isinstance(state, Moments):
-        state.read()
+        state.result()
         state.update(np.ones((*state.batch, 3, state.d), state.parts()[0].get("format") or "float64"))
     elif isinstance(state, StreamingRowSample):
         fields = header_of(state)["fields"]
         d, format = (fields["d"], fields["format"]) if fields["begun"] else (2, "float64")
         if format != "bfloat16" and fields["next_row"] < 2**61:
-            state.update(np.ones((3, d), format)).read()
+            state.update(np.ones((3, d), format)).result()
     elif isinstance(state, TokenState):
         for part in (state.norms, state.tokens):
             if part is not None:
@@ -758,10 +758,10 @@ def use(state: State) -> None:
     elif isinstance(state, SketchedRows):
         if state.next_row < 2**62:  # no further row has a number there
             state.update(np.ones((*state.batch, 1, state.d)))
-        state.merge(SketchedRows.from_bytes(state.to_bytes())).read()
+        state.merge(SketchedRows.from_bytes(state.to_bytes())).result()
     elif isinstance(state, SoftmaxState):
         with np.errstate(all="ignore"):
-            state.update(np.ones((*state.batch, 3, state.latents)), np.ones((*state.batch, 3, state.d))).read()
+            state.update(np.ones((*state.batch, 3, state.latents)), np.ones((*state.batch, 3, state.d))).result()
     else:
         header = header_of(state)
         if header["fields"]["begun"]:
