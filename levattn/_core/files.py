@@ -80,16 +80,21 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise
 
 
+def checked_path(path: Any, name: str = "path", what: str = "file") -> str | os.PathLike[str]:
+    """Return the path of a file, or of `what` else, as it is, or raise for what names none."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"{name} is of type {type(path).__name__}; expected the path of a {what}")
+    if not os.fspath(path):
+        raise ValueError(f"{name} is empty (an unset variable?); expected the path of a {what}")
+    return path
+
+
 def checked_target(path: Any, name: str = "path", *, write: bool = False) -> Path:
     """Return the file that a path names, links followed, or raise for a path that no file can have.
 
     `write`: also raise if the folder takes no file.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"{name} is of type {type(path).__name__}; expected the path of a file")
-    shown = os.fspath(path)
-    if not shown:
-        raise ValueError(f"{name} is empty (an unset variable?); expected the path of a file")
+    shown = os.fspath(checked_path(path, name))
     target = Path(os.path.realpath(path))
     try:
         mode = Path(path).stat().st_mode  # of what is there, as a pipe need not have a path of its own

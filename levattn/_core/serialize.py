@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.checks import check_type
-from levattn._core.files import replace_file
+from levattn._core.files import checked_path, replace_file
 
 _process = object()  # another one in a forked process, whose other threads cannot give back their locks
 _making = threading.Lock()
@@ -340,10 +340,12 @@ class StoredState(SharedState):
         ------
         OSError
             If it cannot be read.
+        TypeError
+            If `path` is no path.
         ValueError
-            If it holds no such state, or a damaged one.
+            If `path` is empty. If the file holds no such state, or a damaged one.
         """
-        return cls._made_from(Path(path).read_bytes(), os.fspath(path), "a file that save wrote")
+        return cls._made_from(Path(checked_path(path)).read_bytes(), os.fspath(path), "a file that save wrote")
 
     def copy(self) -> Self:
         """Return an independent copy.

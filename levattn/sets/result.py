@@ -26,12 +26,12 @@ from levattn._core.arrays import (
 )
 from levattn._core.checks import TIE, check_type, needing
 from levattn._core.device import where_arrays_are
+from levattn._core.files import checked_path, replace_file
 from levattn._core.jax import is_jax
 from levattn._core.types import Float64
 from levattn._kernels import KEYS, Rows
 from levattn.exceptions import NonFiniteError
 from levattn.functions import as_function, is_square
-from levattn.io import replace_file
 from levattn.io.source import whole_keys
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import require_finite
@@ -480,7 +480,7 @@ class UniversalSet(ListedKeys):
         TypeError
             If `path` is no path.
         ValueError
-            If the name ends differently.
+            If the name is empty, or ends differently.
         OSError
             If the file cannot be written.
 
@@ -756,7 +756,7 @@ def frame_of(places: tuple[npt.NDArray[np.int64], ...], scores: npt.NDArray[Any]
 
 def save_arrays(path: str | os.PathLike[str], arrays: dict[str, npt.NDArray[Any]]) -> None:
     """Write the arrays of a set to an ``.npz`` file, completely or not at all."""
-    if Path(path).suffix != ".npz":
+    if Path(checked_path(path)).suffix != ".npz":
         raise ValueError(f"path is {os.fspath(path)!r}; expected a name that ends in .npz")
     with replace_file(path) as stream:
         np.savez(stream, allow_pickle=False, **arrays)

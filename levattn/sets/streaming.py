@@ -188,7 +188,7 @@ class StreamedSet(ListedKeys):
         TypeError
             If `path` is no path.
         ValueError
-            If the name ends differently.
+            If the name is empty, or ends differently.
         OSError
             If the file cannot be written.
 

@@ -21,7 +21,7 @@ from test_compress import Letters  # noqa: E402
 
 import levattn  # noqa: E402
 from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
-from levattn.integrations.transformers import HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, HeadProfile, calibrate, compress, head_profile, prune  # noqa: E402
 
 NAME = "of-tests"
 
@@ -450,6 +450,13 @@ def test_a_profile_of_any_model_is_named(measured: HeadProfile, folder: Path) ->
             HeadProfile.find(wrong)
     with pytest.raises(TypeError, match="model is of type str"):
         measured.fits("x")
+    for call in (HeadProfile.load, measured.save, lambda path: CompressedCache.load(path, model())):
+        with pytest.raises(TypeError, match="path is of type NoneType; expected the path of a file"):
+            call(None)
+        with pytest.raises(ValueError, match="path is empty"):
+            call("")
+    with pytest.raises(TypeError, match="folder is of type int; expected the path of a folder of profiles"):
+        HeadProfile.names(3)  # type: ignore[arg-type]
 
 
 def test_files_of_profiles_know_their_model(measured: HeadProfile, tmp_path: Path) -> None:

@@ -253,6 +253,22 @@ def test_files_that_hold_no_state_are_named(tmp_path: Path) -> None:
         StreamingUniversalSet.load(tmp_path / "none")
 
 
+NO_PATHS = ((None, TypeError, "NoneType"), (b"keys", TypeError, "bytes"), (3, TypeError, "int"), ("", ValueError, ""))
+
+
+@pytest.mark.parametrize(("path", "error", "kind"), NO_PATHS)
+def test_what_is_no_path_is_named_by_all_that_read_and_write_states(path: Any, error: Any, kind: str) -> None:
+    state = StreamingUniversalSet(0.2).update(gaussian(7))
+    for call in (
+        state.save,
+        StreamingUniversalSet.load,
+        state.result().save,
+        levattn.universal_set(np.eye(3), 0.5).save,
+    ):
+        with pytest.raises(error, match=f"path is .*{kind}.*; expected the path of a file"):
+            call(path)
+
+
 # -- damage -------------------------------------------------------------------------------------------
 
 

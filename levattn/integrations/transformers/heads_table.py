@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from levattn.io import replace_file
+from levattn._core.files import checked_path, replace_file
 
 if TYPE_CHECKING:
     from levattn.plots import LayerHeadDisplay
@@ -129,14 +129,17 @@ class HeadsRecord(Mapping[tuple[int, int], float]):
 
         Raises
         ------
+        TypeError
+            If `path` is no path.
         ValueError
-            If the file is of another kind, or is damaged; the message gives the reason.
+            If the file is of another kind, or is damaged; the message gives the reason. If `path` is empty.
         OSError
             If the file cannot be read.
         """
         (kind, newest), remedy = cls._format, f"expected a file of {cls.__name__}.save"
+        file = Path(checked_path(path))
         try:
-            document = json.loads(Path(path).read_bytes())
+            document = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON ({error}); {remedy}") from error
         try:

@@ -475,8 +475,9 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         ------
         ValueError
             If the file is damaged, is no compressed context, or was made with another model, or the model is pruned.
+            If `path` is empty.
         TypeError
-            If the model is no model of transformers.
+            If the model is no model of transformers, or `path` is no path.
         OSError
             If the file cannot be read.
         """

@@ -14,11 +14,11 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from levattn._core.checks import needing, whole_number
+from levattn._core.files import checked_path, replace_file
 from levattn.integrations.transformers.calls import inputs_device
 from levattn.integrations.transformers.compression.coding import BITS, Coded
 from levattn.integrations.transformers.compression.layer import CompressedLayer, Renewal
 from levattn.integrations.transformers.compression.slots import HeadSlots
-from levattn.io import replace_file
 
 _FORMAT, _VERSION = "levattn context", 6
 _SLOTS = ("log_weight", "places", "residuals")  # beside keys and values
@@ -96,8 +96,9 @@ def read_context(path: str | os.PathLike[str], model: Any) -> tuple[list[Any], A
     """Return the layers, the tokens, their padding mask, the length of the context and its model, or raise."""
     with needing("contexts are files of safetensors", "transformers"):
         from safetensors import SafetensorError, safe_open
+    file_name = os.fspath(checked_path(path))
     try:
-        with safe_open(os.fspath(path), framework="pt") as file:
+        with safe_open(file_name, framework="pt") as file:
             head = json.loads((file.metadata() or {}).get("levattn", "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from levattn._core.checks import check_type, fraction, whole_number
+from levattn._core.files import checked_path
 from levattn.attention import Selection
 from levattn.attention.pruned.baselines import asks_queries
 from levattn.attention.pruned.selection import selection_for_models
@@ -154,6 +155,8 @@ class HeadProfile(HeadsRecord, HeadsTable):
 
         Raises
         ------
+        TypeError
+            If `folder` is no path.
         ValueError
             If there is no such folder.
 
@@ -191,7 +194,7 @@ class HeadProfile(HeadsRecord, HeadsTable):
         ValueError
             If there is none, or the file with the name is no profile, or there is no such folder.
         TypeError
-            If `model` is neither a name nor a model.
+            If `model` is neither a name nor a model, or `folder` is no path.
 
         Warns
         -----
@@ -423,7 +426,7 @@ def _joined_error(one: tuple[float, float | None], two: tuple[float, float | Non
 
 def _profiles(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return files of profiles by name: first the files of the folder, which hide files of levattn, and then these."""
-    named = os.environ.get(_FOLDER) or None if folder is None else folder
+    named = os.environ.get(_FOLDER) or None if folder is None else checked_path(folder, "folder", "folder of profiles")
     of_library = list((files("levattn") / "data" / "profiles").iterdir())
     own: list[Any] = []
     if named is not None:
@@ -481,7 +484,7 @@ def known_profile(model: Any, folder: str | os.PathLike[str] | None = None, way:
 
 def _where(folder: Any) -> str:
     """Return which places were searched."""
-    named = os.environ.get(_FOLDER) or None if folder is None else folder
+    named = os.environ.get(_FOLDER) or None if folder is None else checked_path(folder, "folder", "folder of profiles")
     return f"among those of levattn{f', and {_FOLDER} is not set' if named is None else f' and in {named}'}"
 
 
