@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from decoders import CACHE, ENCODERS, LEFT, base, output, tokens  # noqa: E402
 
 from levattn.attention import Selection, causal_pruned_attention  # noqa: E402
-from levattn.integrations.transformers import prune  # noqa: E402
+from levattn.integrations.transformers import calibrate, prune  # noqa: E402
 
 LAP = 64  # calls
 # Heads are pruned alike here, as nothing is recalled
@@ -228,6 +228,29 @@ def test_dense_heads_have_no_error_and_no_margin_of_it() -> None:
         assert row["captured"] == pytest.approx(1)
         assert row["captured_margin"] < 1e-3
         assert 0 <= row["error"] < 1e-5
+
+
+def test_a_head_whose_values_are_zero_has_no_error_and_is_cut_to_the_least_share() -> None:
+    model = base()
+    heads = model.base_model.layers[0].self_attn
+    with torch.no_grad():
+        heads.v_proj.weight[: heads.head_dim] = 0  # as in a head that was pruned away
+    with prune(model, few(), measure=True) as report:
+        output(model)
+    first, second = report.table()[:2]
+    assert (first["error"], first["error_margin"]) == (0, 0)
+    assert second["error"] > 0
+    given = {"input_ids": tokens(2, 200)}
+    found = calibrate(model, given, target=1e-9, metric="logits", budgets=[0.3, 0.6])
+    assert {head for head, share in found.items() if share == 0.3} == {(0, 0)}
+
+
+def test_a_report_names_a_function_of_scores() -> None:
+    def lengths(K: Any, V: Any) -> Any:
+        return (K * K).sum(-1)
+
+    with prune(base(), Selection(size=3, scores=lengths)) as report:
+        assert report.options["selection"]["scores"] == "lengths"
 
 
 def test_a_report_tells_what_is_known_of_the_model() -> None:

@@ -819,6 +819,10 @@ def test_a_window_that_only_causal_attention_has_room_for_is_one_for_decoders(st
     assert found[0] == found[1] != []
     with pytest.raises(ValueError, match=r"budget=12 is 12 slots, and .*window=6, .* take 13|start is 1, and the"):
         prune(base("Esm"), selection)
+    with pytest.raises(
+        ValueError, match=r"take 7; expected a larger budget for causal attention, .* take 13|take 7; e"
+    ):
+        prune(base(), Selection(4, window=6, start=start))
 
 
 def test_scales_of_layers_are_honored_or_refused() -> None:

@@ -88,10 +88,13 @@ class FigureSums:
         """Return the means, the relative error, and half of their intervals.
 
         A mean is a ratio of sums over units, r = Σx / Σw, where w is the weight of a unit's queries. Its variance is
-        by the delta method n/(n−1) Σ(x − rw)² / (Σw)². The error is the root of such a ratio.
+        by the delta method n/(n−1) Σ(x − rw)² / (Σw)². The error is the root of such a ratio. It is 0 for outputs that
+        are all zero, as they should be.
         """
         captured, captured_margin = self._ratio("captured", "weight")
         square, margin = self._ratio("error", "norm")
+        if square is None and captured is not None and self.sums[FIGURES.index("error")] == 0:
+            square = margin = 0.0  # a head without values, whose zeros are right
         error = None if square is None else math.sqrt(square)
         return {
             "queries": int(self.sums[0]),

@@ -213,8 +213,10 @@ def _possible(selection: Any) -> Selection:
     except ValueError as error:
         try:
             return checked_selection(found, causal=True)
-        except ValueError:
-            raise error from None
+        except ValueError as other:
+            if str(other) == str(error):
+                raise
+            raise ValueError(f"{other} for causal attention, as in decoders. For other models, {error}") from None
 
 
 def _parts_of(
@@ -349,4 +351,4 @@ def _shown(selection: Any) -> Any:
         return [[*map(int, key), _shown(of)] for key, of in pairs]
     options = vars(as_selection(selection))
     scores = options["scores"]
-    return {**options, "scores": scores if scores is None or isinstance(scores, str) else str(scores)}
+    return {**options, "scores": getattr(scores, "__name__", None if scores is None else str(scores))}
