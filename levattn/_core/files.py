@@ -81,7 +81,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def checked_path(path: Any, name: str = "path", what: str = "file") -> str | os.PathLike[str]:
-    """Return the path of a file, or of `what` else, as it is, or raise for what names none."""
+    """Return `path` as it is, or raise if it cannot be the path of a file, or of another `what`."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{name} is of type {type(path).__name__}; expected the path of a {what}")
     if not os.fspath(path):
