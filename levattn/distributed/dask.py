@@ -529,6 +529,11 @@ def _in_row_chunks(K: Any, name: str = "K") -> Any:
     return K.rechunk(split) if split else K
 
 
+def _for_each_row(K: Any, weight: Any) -> Any:
+    """Return the weight of each row of a chunk."""
+    return np.broadcast_to(weight, K.shape[:-1])
+
+
 def _weights_for(K: Any, weights: Any) -> Any:
     """Return weights (..., n, 1) in the chunks of the rows of K."""
     import dask.array as da
@@ -541,6 +546,8 @@ def _weights_for(K: Any, weights: Any) -> Any:
         except ValueError:
             raise ValueError(f"weights has shape {w.shape}; expected one that broadcasts to {K.shape[:-1]}") from None
         w = w.rechunk(K.chunks[:-1])
+    elif w.ndim == 0:
+        w = da.map_blocks(_for_each_row, K, w, drop_axis=K.ndim - 1, dtype=w.dtype)
     elif w.ndim != K.ndim - 1 or w.numblocks != K.numblocks[:-1]:
         raise ValueError(
             f"weights has chunks {w.chunks}, and K has {K.chunks}; expected the same chunks of rows, "
