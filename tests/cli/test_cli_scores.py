@@ -146,6 +146,14 @@ def test_integers_are_converted_on_request(tmp_path: Path, table: Path) -> None:
     assert "convert it with --dtype" in refused("scores", table, "--columns", "a,count")
 
 
+def test_a_column_whose_name_has_a_comma(tmp_path: Path) -> None:
+    path, X = tmp_path / "units.csv", np.random.default_rng(0).standard_normal((9, 2))
+    np.savetxt(path, X, "%.17g", ",", header='x,"y, in ""m"""', comments="")
+    for columns in ((), ("--columns", 'x,"y, in ""m"""')):
+        assert run("scores", path, *columns, "-o", tmp_path / "found.npy").exit_code == 0
+        np.testing.assert_allclose(np.load(tmp_path / "found.npy"), levattn.leverage_scores(X), rtol=1e-9)
+
+
 @pytest.mark.parametrize("command", ["universal-set", "scores"])
 def test_wrong_names_of_columns(tmp_path: Path, table: Path, command: str) -> None:
     for arguments, reason in (
@@ -157,7 +165,7 @@ def test_wrong_names_of_columns(tmp_path: Path, table: Path, command: str) -> No
         ((), "column 'name' holds string, expected floats; choose columns of numbers with --columns, and name the"),
     ):
         assert reason in refused(command, table, *arguments)
-    for columns in ("a,,b", "a,a", ""):
+    for columns in ("a,,b", "a,a", "", 'a,"b', "a\nb"):
         assert "expected different names with commas" in refused(command, table, f"--columns={columns}", status=2)
     np.save(tmp_path / "keys.npy", np.eye(3))
     line = refused(command, tmp_path / "keys.npy", "--id", "name")

@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+import csv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,7 +120,8 @@ Columns = Annotated[
     typer.Option(
         rich_help_panel=WORK,
         metavar="NAME,NAME,...",
-        help="Columns of a table, one for each feature; all columns of numbers if left out.",
+        help="Columns of a table, one for each feature; all columns of numbers if left out. A name with a comma is in "
+        "double quotes.",
     ),
 ]
 Id = Annotated[
@@ -186,9 +188,15 @@ def tensors_in(tensor: list[str] | None, alone: dict[str, Path | None]) -> list[
 
 def _names_in(columns: str) -> tuple[str, ...]:
     """Return the names in --columns, or raise."""
-    names = tuple(columns.split(","))
-    if "" in names or len(set(names)) < len(names):
-        raise typer.BadParameter(f"--columns is {columns!r}, expected different names with commas between them")
+    try:
+        (names,) = map(tuple, csv.reader([columns], strict=True))
+    except (csv.Error, ValueError):  # an open quote, or more lines than one
+        names = ("",)
+    if not names or "" in names or len(set(names)) < len(names):
+        raise typer.BadParameter(
+            f"--columns is {columns!r}, expected different names with commas between them. Put a name that has a "
+            "comma into double quotes"
+        )
     return names
 
 
