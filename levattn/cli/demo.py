@@ -69,7 +69,7 @@ class _Head:
     scores: Float64
     norms: Float64
     x2_mass: Float64  # (n,) mean over the queries
-    softmax_mass: Float64
+    softmax_mass: Float64  # over the queries that gave no expected scores
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def run_demo(epsilon: float, out: Path, as_json: bool) -> None:
     covering = _covering(encoder, epsilon)
     heads = [_measure(place, encoder, epsilon, covering) for place in shown]
     reports = [head.report for head in heads]
-    _draw(axes, heads, encoder, epsilon)
+    _draw(axes, heads, encoder, epsilon, covering.expected)
     contents = [plots.figure_bytes(figure, path.suffix) for path in files]
     out.mkdir(parents=True, exist_ok=True)
     for path, content in zip(files, contents, strict=True):
@@ -167,7 +167,7 @@ def _measure(place: tuple[int, int], encoder: Any, epsilon: float, covering: _Co
         coverage_size=int(np.count_nonzero(covered)),
         coverage_found=float((left_out < epsilon).mean()),
     )
-    return _Head(report, np.asarray(chosen.scores, np.float64), norms, A.mean(axis=0), mass)
+    return _Head(report, np.asarray(chosen.scores, np.float64), norms, A.mean(axis=0), unseen.mean(axis=0))
 
 
 def _x2_attention(Q: Float64, K: Float64) -> Float64:
@@ -265,7 +265,7 @@ def _sentences(s: dict[str, Any], epsilon: float, n: int) -> Iterator[str]:
     )
 
 
-def _draw(axes: Any, heads: list[_Head], encoder: Any, epsilon: float) -> None:
+def _draw(axes: Any, heads: list[_Head], encoder: Any, epsilon: float, expected: Float64) -> None:
     from levattn import plots
 
     (spectrum, heavy_map), (x2, softmax) = axes
@@ -295,10 +295,11 @@ def _draw(axes: Any, heads: list[_Head], encoder: Any, epsilon: float) -> None:
         "row norm": _descending(np.stack([head.norms for head in heads])),
     }
     size = sum(report.size for report in reports) / len(reports)
-    for ax, name, title in (
-        (x2, "x2_mass", "x² mass, mean over heads and queries"),
-        (softmax, "softmax_mass", "softmax mass: not covered by the theorem"),
+    by_queries = orders | {"expected score": _descending(expected.reshape(scores.shape))}
+    for ax, name, of_keys, title in (
+        (x2, "x2_mass", orders, "x² mass, mean over heads and queries"),
+        (softmax, "softmax_mass", by_queries, "softmax mass of unseen queries: not covered by the theorem"),
     ):
         mass = np.stack([getattr(head, name) for head in heads])
-        plots.CapturedMassDisplay.from_attention(mass[:, np.newaxis], orders=orders, size=size, ax=ax)
+        plots.CapturedMassDisplay.from_attention(mass[:, np.newaxis], orders=of_keys, size=size, ax=ax)
         ax.set_title(title)
