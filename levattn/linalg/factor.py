@@ -255,7 +255,8 @@ class Factor:
             row outside the row space.
         numerical : bool, default False
             Whether directions below the numerical rank are left out. Rows that reach into them by more than rounding
-            then count as 1 (or are infinite).
+            then count as 1 (or are infinite). If these are more than the columns, they have the scores of the exact
+            rank, where these are known.
 
         Returns
         -------
@@ -302,6 +303,8 @@ class Factor:
         for item in self.null_directions:
             if item not in self.spans or (numerical and (item in self.hidden or not member)):
                 counted[item] = self._count_null_directions(item, out, ceiling)
+                if member and counted[item] and item in self.hidden:
+                    self._lower_where_too_many(item, out)
         if self.wide is not None:
             for item in np.flatnonzero(self.wide.clear if numerical else self.wide.independent).tolist():
                 live = self.wide.live(self.rows.item(item))
@@ -440,16 +443,32 @@ class Factor:
 
     def _raise_hidden(self, item: int, out: Any, ceiling: float) -> bool:
         """Raise the scores of a matrix to its exact rank; return whether any row was counted or bounded."""
-        one, fine = self.rows.item(item), self.hidden[item]
-        if fine is None:
-            return self._set(out, item, nonzero_rows(one), ceiling)
+        scores = self._at_exact_rank(item, ceiling)
+        if scores is None:
+            return self._set(out, item, nonzero_rows(self.rows.item(item)), ceiling)
         xp = array_namespace(out)
-        scores = fine.on(one).scores(as_float64=True, member=ceiling == 1)[0][0, :] * (
-            1 + 4 * float(fine.score_error[0])
-        )
-        scores = where(scores > ceiling, ceiling, scores)
         out[item, :] = xp.maximum(out[item, :], xp.astype(scores, out.dtype))
         return True
+
+    def _lower_where_too_many(self, item: int, out: Any) -> None:
+        """Take the scores at the exact rank where more rows than columns count as 1, beside far longer rows.
+
+        Both bound the scores from above, which add up to no more than the rank.
+        """
+        if int((out[item, :] == 1).sum()) > self.columns:
+            scores = self._at_exact_rank(item, 1.0)
+            if scores is not None:
+                xp = array_namespace(out)
+                out[item, :] = xp.minimum(out[item, :], xp.astype(scores, out.dtype))
+
+    def _at_exact_rank(self, item: int, ceiling: float) -> Any:
+        """Return the scores of a matrix at its exact rank, raised by their error, or None if they are not known."""
+        fine = self.hidden[item]
+        if fine is None:
+            return None
+        scores = fine.on(self.rows.item(item)).scores(as_float64=True, member=ceiling == 1)[0][0, :]
+        scores = scores * (1 + 4 * float(fine.score_error[0]))
+        return where(~(scores <= ceiling), ceiling, scores)  # also for rows that leave the range
 
     def _count_null_directions(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""

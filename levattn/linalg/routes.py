@@ -43,6 +43,7 @@ from levattn.linalg.sums import (
     moments_there,
     scaled_columns,
 )
+from levattn.linalg.weighted import shortened
 
 if TYPE_CHECKING:
     from levattn._kernels.factor.heads import FactoredHeads
@@ -182,7 +183,7 @@ class _Batch:
     counts_null_directions: bool = True  # whether rows with a part in the directions left out count
     found: dict[int, MatrixFactor] = field(default_factory=dict)
     spans: dict[int, Span | Relations] = field(default_factory=dict)
-    hidden: dict[int, MatrixFactor | None] = field(default_factory=dict)
+    hidden: dict[int, Factor | None] = field(default_factory=dict)
     heads: FactoredHeads | None = None  # where W is that of these heads, but for matrices in `found`
 
     @classmethod
@@ -226,9 +227,8 @@ class _Batch:
                 basis[item], correction[item] = found.basis, found.correction
             if self.counts_null_directions and found.null_directions.shape[1]:
                 null_directions[item] = (found.null_directions, found.columns)
-        hidden = {item: None if one is None else self._alone(item, one) for item, one in self.hidden.items()}
         figures = self.W, self.rank, self.error, tuple(self.arithmetic), self.product_error
-        made = Factor(self.rows, *figures, basis, correction, null_directions, self.spans, hidden)
+        made = Factor(self.rows, *figures, basis, correction, null_directions, self.spans, self.hidden)
         return made if self.heads is None else replace(made, scored=self._scored(self.heads))
 
     def _scored(self, heads: FactoredHeads) -> Scored:
@@ -270,9 +270,26 @@ class _Batch:
         span = self.spans.get(item) if span is None else span
         span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
         if span.rank > found.rank:
-            fine = None if finer is None else finer()
-            sound = fine is not None and fine.rank == span.rank and fine.error <= _FINE_ERROR
-            self.hidden[item] = fine if sound else None
+            self.hidden[item] = None if finer is None else self._finer(item, span.rank, finer)
+
+    def _finer(self, item: int, rank: int, finer: Callable[[], MatrixFactor]) -> Factor | None:
+        """Return a factor of a matrix that has its exact rank, if there is one, without its keys."""
+        found = self._beside_longer(item, rank)
+        if found is not None:
+            return found
+        fine = finer()
+        return self._alone(item, fine) if fine.rank == rank and fine.error <= _FINE_ERROR else None
+
+    def _beside_longer(self, item: int, rank: int) -> Factor | None:
+        """Return a factor of a matrix whose far longest keys are shortened, if it has the rank, without its keys."""
+        one = self.rows.item(item)
+        less = shortened(one)
+        if less is None:
+            return None
+        found = factor_moments(less, single="no").forget_keys()
+        if one.scale is not None:  # as the keys are read
+            found = replace(found, rows=found.rows.scaled(one.scale))
+        return found if found.rank[0] == rank and found.error[0] <= _FINE_ERROR else None
 
 
 def factor_moments(

@@ -7,6 +7,7 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
+import numpy.typing as npt
 
 from levattn._core.arrays import (
     Matrices,
@@ -20,7 +21,8 @@ from levattn._core.arrays import (
 )
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
-from levattn._kernels import Rows
+from levattn._kernels import KEYS, Rows
+from levattn.linalg.reading import as_read, each_in_memory, read_in_pieces
 
 _SMALLEST = 2.0**-1022  # normal number
 _FAR = 300  # powers of two by which the roots of weights may differ, so that no product with a key underflows
@@ -99,6 +101,47 @@ def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Mat
         keys *= roots[:, :, None]
     mask = None if there.all() else there
     return replace(matrices, data=keys, format="float64", mask=mask), Rows(keys, "float64", mask)
+
+
+_SAMPLE = 4096  # rows that tell how large entries of columns, and rows, usually are
+_LONGEST = 30  # powers of two by which a row may be longer than most, so that float64 holds both
+
+
+def shortened(rows: Rows) -> Rows | None:
+    """Return a batch of one, as it is read, with rows scaled down that are far longer than most; None without any.
+
+    To shorten rows k by a factor α < 1 takes (1 − α²)kkᵀ from the moment, so the scores of the other rows only rise.
+    Where the shortened rows are still 2³⁰ times as long, they rise by a relative n 2⁻⁶⁰ or so.
+    """
+    n = rows.shape[1]
+    if isinstance(rows.keys, Csr) or rows.shift is not None or not n:
+        return None
+    step = -(-n // _SAMPLE)
+    mask, weights = (None if x is None else x[:, ::step] for x in (rows.mask, rows.weights))
+    ((_, some),) = each_in_memory(replace(rows, keys=rows.keys[:, ::step, :], mask=mask, weights=weights), _ONE)
+    sample = as_read(some)
+    usual = np.array([np.median(np.frexp(column[column != 0])[1]) if column.any() else 0 for column in sample.T])
+    sizes = _sizes(sample, usual)
+    most = float(np.median(sizes[sizes > _NOTHING])) + _LONGEST if sample.any() else 0.0
+    if _sizes(KEYS.column_figures(rows, largest=True), usual)[0] <= most:
+        return None
+    ((_, one),) = each_in_memory(rows, _ONE)
+    pieces = [np.ldexp(X, _less(most, _sizes(X, usual))) for X in read_in_pieces(one)]
+    return Rows(np.concatenate(pieces)[None], "float64")
+
+
+_ONE = np.zeros(1, np.int64)
+_NOTHING = -1e6  # stands for the exponent of zero
+
+
+def _sizes(X: Float64, usual: Float64) -> Float64:
+    """Return the largest exponent of each row less the usual ones of its columns."""
+    return np.asarray(np.where(X != 0, np.frexp(X)[1] - usual, _NOTHING).max(axis=1))
+
+
+def _less(most: float, sizes: Float64) -> npt.NDArray[np.int32]:
+    """Return the powers of two, for each row, that leave rows of these sizes at most so large, as a column."""
+    return np.floor(np.minimum(most - sizes, 0.0)).astype(np.int32)[:, None]
 
 
 def require_products(keys: Float64, roots: Float64) -> None:

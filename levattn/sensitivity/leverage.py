@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,12 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, to_device
+from levattn._core.arrays import Matrices, as_matrices, to_device, to_numpy
 from levattn._core.checks import real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
-from levattn._core.types import Float64
+from levattn._core.types import Flags, Float64
 from levattn._kernels import KEYS, Rows
+from levattn.exceptions import RankWarning
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.centered import centered
@@ -251,6 +253,11 @@ def leverage_scores(
         A ValueError: if files change while they are read. Other chunks that are not the same each time raise a
         ValueError.
 
+    Warns
+    -----
+    RankWarning
+        If more keys count as 1 than K has columns, although scores add up to the rank at most.
+
     See Also
     --------
     universal_set : The keys whose score is at least ε.
@@ -332,7 +339,8 @@ def leverage_scores(
             )
     options: dict[str, Any] = {"ridge": added.below(power), "center": center, "rtol": rtol, "weights": roots}
     factor = factorize(matrices, method=str(method), scores_only=True, **options)
-    scores, _ = factor.scores(numerical=True)
+    scores, counted = factor.scores(numerical=True)
+    _warn_of_ones(scores, counted, matrices, factor.rank)
     if isinstance(matrices.data, Csr):  # a ridge may take them to other keys, of float64
         scores = scores.astype(np.float64 if matrices.format == "float64" else np.float32, copy=False)
     return matrices.wrap(scores)
@@ -343,7 +351,26 @@ def scores_of_chunks(source: Source, method: str, progress: Any = None, path: An
     checkpoint = Checkpoint.checked(path, None, {"scores": method, **source.job})
     found = two_passes(source, None, progress, checkpoint, single=method == "auto", numerical=True)
     checkpoint.remove()
+    _warn_of_ones(found.scores, found.counted, found.example, found.factor.rank, stacklevel=5)
     return found.example.wrap(found.scores)
+
+
+def _warn_of_ones(scores: Any, counted: Flags, matrices: Matrices, rank: Any, stacklevel: int = 4) -> None:
+    """Warn of matrices of which more keys count as 1 than they have columns: scores add up to the rank at most."""
+    if not counted.any():
+        return
+    ones, batch, columns = to_numpy((scores == 1).sum(1)), matrices.batch, matrices.d
+    many = np.flatnonzero(counted & (ones > columns))
+    if len(many):
+        first = int(many[0])
+        place = f" at {tuple(map(int, np.unravel_index(first, batch)))} of the batch" if batch else ""
+        warnings.warn(
+            f"K{place} is rank-deficient up to rounding (numerical rank {rank[first]} of {columns} columns), so that "
+            f"{ones[first]} keys count as 1. Leave keys out that are many times as long as the others, or multiply K "
+            "by an orthonormal basis of its row space",
+            RankWarning,
+            stacklevel=stacklevel,
+        )
 
 
 def read_keys(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:

@@ -556,16 +556,23 @@ def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Fl
 
     The rounding of these products adds to the error of the factor.
     """
-    rows, roots = factor.rows, np.ldexp(roots, power)
+    roots, wide = np.ldexp(roots, power), factor.wide
+    if wide is not None:  # which holds the keys
+        wide = replace(wide, rows=weighted_rows(wide.rows, roots))
+    hidden = {item: fine and _over_power(fine, power) for item, fine in factor.hidden.items()}
+    factor = replace(_over_power(factor, power), wide=wide, hidden=hidden)
+    factor = replace(factor, rows=replace(factor.rows, weights=roots))
+    return replace(factor, error=factor.error + 2 * UNIT * factor.condition), roots
+
+
+def _over_power(factor: Factor, power: int) -> Factor:
+    """Return a factor that reads rows divided by a power of two."""
+    rows = factor.rows
     with np.errstate(over="ignore", under="ignore"):
         scale = np.ldexp(np.ones(rows.shape[::2]) if rows.scale is None else rows.scale, -power)
     if not ((scale > 0) & np.isfinite(scale)).all():
         raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
-    wide = factor.wide
-    if wide is not None:  # which holds the keys
-        wide = replace(wide, rows=weighted_rows(wide.rows, roots))
-    factor = replace(factor, rows=replace(rows, scale=scale, weights=roots), wide=wide)
-    return replace(factor, error=factor.error + 2 * UNIT * factor.condition), roots
+    return replace(factor, rows=replace(rows, scale=scale))
 
 
 def _of_chunks(

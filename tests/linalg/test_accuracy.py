@@ -126,6 +126,32 @@ def test_named_keys(name: str, storage: str) -> None:
     assert int(np.asarray(levattn.universal_set(keys, 0.5).rank)) == rank
 
 
+@stores("float64", "float32", "strict-float64")
+@pytest.mark.parametrize("method", ["auto", "gram", "qr", "svd"])
+@pytest.mark.parametrize("longer", [1e15, 1e19, 1e30])
+def test_keys_beside_far_longer_ones(longer: float, method: str, storage: str) -> None:
+    values = _rng("far").standard_normal((300, 6))
+    values[7], values[[20, 80]] = longer * values[7], longer / 1e3 * values[[20, 80]]
+    keys = STORAGE[storage](values)
+    exact = naive.leverage_exact(as_float64(keys))
+    bar = 1e-9 if "float64" in storage else 1e-6
+    for scores in (
+        levattn.leverage_scores(keys, method=method),
+        levattn.universal_set(keys, 0.5, method=method).scores,
+    ):
+        np.testing.assert_allclose(as_float64(scores), exact, rtol=bar, atol=1e-12)
+
+
+def test_scores_that_add_up_to_more_than_the_rank_warn() -> None:
+    keys = _rng("far").standard_normal((5000, 6))
+    keys[7] *= 1e25
+    text = r"^K is rank-deficient .* rank 1 of 6 columns\), so that 4999 keys count as 1\."
+    with pytest.warns(levattn.RankWarning, match=text) as seen:
+        scores = levattn.leverage_scores(lambda: iter([keys]))
+    assert seen[0].filename == __file__
+    np.testing.assert_allclose(scores, 1, rtol=1e-6)
+
+
 @stores("float64", "float32")
 @pytest.mark.parametrize("ridge", [1e-8, 1e-2, 10.0])
 @pytest.mark.parametrize("name", ["gaussian", "coherent", "deficient-exact", "wide"])

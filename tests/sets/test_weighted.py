@@ -58,6 +58,18 @@ def test_sets_are_those_of_the_weighted_keys(kind: str, scale: float, stored: An
             np.testing.assert_allclose(found.scores_of(X), exact, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.parametrize("longer", [1e17, 1e22])
+@pytest.mark.parametrize("weight", [4.0**-20, 1.0, 4.0**9])
+def test_weights_change_no_score_beside_far_longer_keys(weight: float, longer: float) -> None:
+    K = np.hstack([TALL, np.zeros((500, 1))]) @ np.linalg.qr(RNG.standard_normal((6, 6)))[0]
+    K[5], K[3] = 1e-3, longer * K[3]
+    exact = naive.leverage_exact(K)
+    found = levattn.universal_set(K, 0.5, weights=np.full(500, weight))
+    assert found.mask[[3, 5]].all()  # of which key 5 alone has its direction
+    for scores in (found.scores, levattn.leverage_scores(K, weights=np.full(500, weight))):
+        np.testing.assert_allclose(scores, exact, rtol=1e-7, atol=1e-12)  # raised by four times their error
+
+
 @pytest.mark.parametrize("kind", KEYS)
 def test_heavy_attention_over_the_weighted_keys(kind: str) -> None:
     K = KEYS[kind]
