@@ -574,8 +574,10 @@ class Factor:
         out = np.ones(len(self.rank))
         for item, rank in enumerate(self.rank):
             if rank:
-                s = lapack(np.linalg.svd, np.ldexp(*self.even_normalizer(item)), compute_uv=False)
-                out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
+                N, powers = self.even_normalizer(item)
+                s = lapack(np.linalg.svd, np.ldexp(N, powers - powers.max()), compute_uv=False)
+                with np.errstate(over="ignore"):
+                    out[item] = s[0] / s[rank - 1] if s[rank - 1] > 0 else np.inf
         return out
 
     def whitened(self, X: Float64) -> Float64:

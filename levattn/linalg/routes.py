@@ -14,7 +14,7 @@ from levattn._core.arrays import array_namespace, on_cuda, take_entries, to_devi
 from levattn._core.blas import lapack
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
-from levattn._kernels import BLOCK, FACTOR, KEYS, Arithmetic, Rows
+from levattn._kernels import BLOCK, FACTOR, Arithmetic, Rows
 from levattn._kernels.factor.norms import spectral_norm
 from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
 from levattn.linalg.dependent import factor_dependent
@@ -36,6 +36,7 @@ from levattn.linalg.span import Relations, Span
 from levattn.linalg.sums import (
     NO_RIDGE,
     Ridge,
+    column_sizes,
     factored_in_range,
     first_sums,
     moments_in_bases,
@@ -431,7 +432,7 @@ def factor_qr(rows: Rows, *, method: str, ridge: Ridge = NO_RIDGE, rtol: float |
     """
     b, n, d = rows.shape
     cut = rank_tolerance(d) if rtol is None else rtol
-    largest = KEYS.column_figures(rows, largest=True)
+    largest = column_sizes(rows)
     require_finite(rows, largest)
     rows = scaled_columns(rows, largest, 400)
     batch = _Batch.of(rows, counts_null_directions=rtol is None and not ridge)

@@ -190,7 +190,7 @@ def _in_range(
     diagonal = to_numpy(G.diagonal(axis1=1, axis2=2))  # finite only if the keys are
     odd = ~np.all((diagonal >= low) & (diagonal <= high), axis=1)
     require_finite(rows, diagonal)
-    largest = np.where(odd[:, None], KEYS.column_figures(rows, largest=True), 1.0)
+    largest = np.where(odd[:, None], column_sizes(rows), 1.0)
     rows = scaled_columns(rows, largest, 30 if narrow else 400)
     if rows.scale is None:
         return rows, G
@@ -230,6 +230,17 @@ def factored_in_range(
         limits = np.where(quick, SINGLE_SUMS, target / ROUNDING)
         made = FACTOR.inverse_cholesky(_penalized(sums, penalty), limit=limits)
     return rows, sums, quick, penalty, made
+
+
+def column_sizes(rows: Rows) -> Float64:
+    """Return the largest magnitude in each column, (b, d), without weights where products with these underflow."""
+    largest = KEYS.column_figures(rows, largest=True)
+    if rows.weights is None or not (largest < _LOST).any():
+        return largest
+    return np.where(largest < _LOST, KEYS.column_figures(replace(rows, weights=None), largest=True), largest)
+
+
+_LOST = 2.0**-900  # smaller products may have lost digits
 
 
 def scaled_columns(rows: Rows, largest: Float64, limit: int) -> Rows:

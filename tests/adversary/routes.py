@@ -143,6 +143,27 @@ def sparse(K, epsilon):
     return levattn.universal_set(csr_array(K), epsilon)
 
 
+def over_roots(K, seed):
+    """Keys over powers of two, and the squares of these, as weights."""
+    rng = np.random.default_rng(seed)
+    roots = 2.0 ** (rng.integers(-9, 10, len(K)) + rng.integers(-40, 41))
+    with np.errstate(all="ignore"):
+        X = K / roots[:, None]
+        if not np.array_equal(X * roots[:, None], K):  # out of the range
+            roots, X = np.ones(len(K)), K
+    return X, roots**2
+
+
+def weighted(K, epsilon, mask, seed):
+    X, w = over_roots(K, seed)
+    return levattn.universal_set(X, epsilon, mask=mask, weights=w)
+
+
+def weighted_scores(K, mask, seed):
+    X, w = over_roots(K, seed)
+    return levattn.leverage_scores(X, mask=mask, weights=w)
+
+
 def in_torch(K, epsilon, mask):
     import torch
 
@@ -759,6 +780,10 @@ def _plain_numbers(case: Case) -> bool:
     return _no_mask(case) and _sparse_numbers(case)
 
 
+def _of_float64(case: Case) -> bool:
+    return case.storage == "float64"
+
+
 def _sparse_numbers(case: Case) -> bool:
     return case.storage in ("float64", "float32")
 
@@ -833,11 +858,13 @@ ROUTES: dict[str, Route] = {
         Route("two passes", in_two_passes, judge_set, (_no_mask,)),
         Route("file", from_a_file, judge_set, (_torch_numbers, turn(0, 4))),
         Route("sparse", sparse, judge_set, (_plain_numbers, turn(0, 2))),
+        Route("weighted", weighted, judge_set, (_of_float64, turn(1, 2))),
         Route("torch", in_torch, judge_set, (_torch_numbers, turn(1, 2))),
         Route("strict", strict, judge_set, (_plain_numbers, _few, turn(0, 2))),
         Route("batch", in_a_batch, judge_batch, (turn(1, 2),)),
         *_each("layout", in_layouts, judge_bits("bits of a layout"), "method", ("auto", "qr"), 2),
         *_each("scores", scores, judge_scores, "method", _METHODS, 2),
+        Route("scores weighted", weighted_scores, partial(judge_scores, method="gram"), (_of_float64, turn(0, 2))),
         *(
             Route(
                 f"scores in two passes {m}",

@@ -70,6 +70,24 @@ def test_weights_change_no_score_beside_far_longer_keys(weight: float, longer: f
         np.testing.assert_allclose(scores, exact, rtol=1e-7, atol=1e-12)  # raised by four times their error
 
 
+@pytest.mark.parametrize("method", ["auto", "qr"])
+@pytest.mark.parametrize(
+    ("K", "weights"),
+    [
+        ([[1e-300, 0], [0, 1]], [1e-60, 1]),
+        ([[1e-310, 0], [0, 1]], [1e-10, 1]),
+        ([[5e-324]], [1.0]),
+        ([[7e307]], [9.0]),
+    ],
+)
+def test_products_with_roots_of_weights_leave_the_range_and_lose_no_key(K: Any, weights: Any, method: str) -> None:
+    found = levattn.universal_set(np.array(K), 0.5, weights=weights, method=method)
+    assert found.indices.tolist() == list(range(len(K)))
+    np.testing.assert_allclose(levattn.leverage_scores(np.array(K), weights=weights, method=method), 1, rtol=1e-9)
+    assert found.condition >= 1
+    assert levattn.effective_dimension(np.array(K), weights=weights) == len(K)
+
+
 @pytest.mark.parametrize("kind", KEYS)
 def test_heavy_attention_over_the_weighted_keys(kind: str) -> None:
     K = KEYS[kind]
