@@ -83,6 +83,9 @@ class Factor:
     hidden : dict
         For each matrix with an exact rank above its numerical rank, by its number, a factor of the exact rank. None
         if no such factor has correct digits.
+    shortened : dict
+        For matrices among these with keys that are far longer than most, a factor of the exact rank with these keys
+        shortened. Its scores are upper bounds.
     projection : array of float64, shape (b, d, k), or None
         Random projection of the whitened rows, where scores are computed from it.
     wide : levattn.linalg.wide.Wide or None
@@ -115,6 +118,7 @@ class Factor:
     null_directions: dict[int, tuple[Float64, Float64]] = field(default_factory=dict)
     spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
+    shortened: dict[int, Factor] = field(default_factory=dict)
     projection: Float64 | None = None
     wide: Wide | None = None
     scored: Scored | None = None
@@ -197,6 +201,7 @@ class Factor:
             null_directions={0: self.null_directions[index]} if index in self.null_directions else {},
             spans={0: self.spans[index]} if index in self.spans else {},
             hidden={0: self.hidden[index]} if index in self.hidden else {},
+            shortened={0: self.shortened[index]} if index in self.shortened else {},
             projection=None if self.projection is None else self.projection[one],
             wide=None if self.wide is None else self.wide.item(index),
             scored=None,
@@ -463,12 +468,16 @@ class Factor:
 
     def _at_exact_rank(self, item: int, ceiling: float) -> Any:
         """Return the scores of a matrix at its exact rank, raised by their error, or None if they are not known."""
-        fine = self.hidden[item]
-        if fine is None:
-            return None
-        scores = fine.on(self.rows.item(item)).scores(as_float64=True, member=ceiling == 1)[0][0, :]
-        scores = scores * (1 + 4 * float(fine.score_error[0]))
-        return where(~(scores <= ceiling), ceiling, scores)  # also for rows that leave the range
+        found = None
+        for one in (self.hidden[item], self.shortened.get(item)):
+            if one is None:
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):  # keys of their own length leave the range
+                scores = one.on(self.rows.item(item)).scores(as_float64=True, member=ceiling == 1)[0][0, :]
+            scores = scores * (1 + 4 * float(one.score_error[0]))
+            scores = where(~(scores <= ceiling), ceiling, scores)
+            found = scores if found is None else array_namespace(scores).minimum(found, scores)
+        return found
 
     def _count_null_directions(self, item: int, out: Any, value: float) -> bool:
         """Set the scores of rows that reach outside the kept directions by more than rounding to `value`."""

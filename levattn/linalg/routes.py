@@ -185,6 +185,7 @@ class _Batch:
     found: dict[int, MatrixFactor] = field(default_factory=dict)
     spans: dict[int, Span | Relations] = field(default_factory=dict)
     hidden: dict[int, Factor | None] = field(default_factory=dict)
+    shortened: dict[int, Factor] = field(default_factory=dict)
     heads: FactoredHeads | None = None  # where W is that of these heads, but for matrices in `found`
 
     @classmethod
@@ -229,7 +230,7 @@ class _Batch:
             if self.counts_null_directions and found.null_directions.shape[1]:
                 null_directions[item] = (found.null_directions, found.columns)
         figures = self.W, self.rank, self.error, tuple(self.arithmetic), self.product_error
-        made = Factor(self.rows, *figures, basis, correction, null_directions, self.spans, self.hidden)
+        made = Factor(self.rows, *figures, basis, correction, null_directions, self.spans, self.hidden, self.shortened)
         return made if self.heads is None else replace(made, scored=self._scored(self.heads))
 
     def _scored(self, heads: FactoredHeads) -> Scored:
@@ -271,26 +272,23 @@ class _Batch:
         span = self.spans.get(item) if span is None else span
         span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
         if span.rank > found.rank:
-            self.hidden[item] = None if finer is None else self._finer(item, span.rank, finer)
+            fine = None if finer is None else finer()
+            sound = fine is not None and fine.rank == span.rank and fine.error <= _FINE_ERROR
+            self.hidden[item] = self._alone(item, fine) if fine is not None and sound else None
+            if finer is not None:
+                self._shorten(item, span.rank)
 
-    def _finer(self, item: int, rank: int, finer: Callable[[], MatrixFactor]) -> Factor | None:
-        """Return a factor of a matrix that has its exact rank, if there is one, without its keys."""
-        found = self._beside_longer(item, rank)
-        if found is not None:
-            return found
-        fine = finer()
-        return self._alone(item, fine) if fine.rank == rank and fine.error <= _FINE_ERROR else None
-
-    def _beside_longer(self, item: int, rank: int) -> Factor | None:
-        """Return a factor of a matrix whose far longest keys are shortened, if it has the rank, without its keys."""
+    def _shorten(self, item: int, rank: int) -> None:
+        """Factor a matrix with its far longest keys shortened, if there are any, and keep a factor of this rank."""
         one = self.rows.item(item)
         less = shortened(one)
         if less is None:
-            return None
+            return
         found = factor_moments(less, single="no").forget_keys()
         if one.scale is not None:  # as the keys are read
             found = replace(found, rows=found.rows.scaled(one.scale))
-        return found if found.rank[0] == rank and found.error[0] <= _FINE_ERROR else None
+        if found.rank[0] == rank and found.error[0] <= _FINE_ERROR:
+            self.shortened[item] = found
 
 
 def factor_moments(

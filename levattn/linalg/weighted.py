@@ -104,14 +104,16 @@ def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Mat
 
 
 _SAMPLE = 4096  # rows that tell how large entries of columns, and rows, usually are
-_LONGEST = 30  # powers of two by which a row may be longer than most, so that float64 holds both
+_LONG, _LONGER = 20, 24  # powers of two: a row is far longer than most; how much longer than all others it may stay
+_ONE = np.zeros(1, np.int64)
+_NOTHING = -1e6  # stands for the exponent of zero
 
 
 def shortened(rows: Rows) -> Rows | None:
     """Return a batch of one, as it is read, with rows scaled down that are far longer than most; None without any.
 
-    To shorten rows k by a factor α < 1 takes (1 − α²)kkᵀ from the moment, so the scores of the other rows only rise.
-    Where the shortened rows are still 2³⁰ times as long, they rise by a relative n 2⁻⁶⁰ or so.
+    To shorten a row k by a factor α < 1 takes (1 − α²)kkᵀ from the moment, so scores only rise. The rows that are not
+    far longer rise by a relative n 2⁻⁴⁸ or so, as the others stay 2²⁴ times as long.
     """
     n = rows.shape[1]
     if isinstance(rows.keys, Csr) or rows.shift is not None or not n:
@@ -122,16 +124,16 @@ def shortened(rows: Rows) -> Rows | None:
     sample = as_read(some)
     usual = np.array([np.median(np.frexp(column[column != 0])[1]) if column.any() else 0 for column in sample.T])
     sizes = _sizes(sample, usual)
-    most = float(np.median(sizes[sizes > _NOTHING])) + _LONGEST if sample.any() else 0.0
+    most = float(np.median(sizes[sizes > _NOTHING])) + _LONG if sample.any() else 0.0
     if _sizes(KEYS.column_figures(rows, largest=True), usual)[0] <= most:
         return None
     ((_, one),) = each_in_memory(rows, _ONE)
-    pieces = [np.ldexp(X, _less(most, _sizes(X, usual))) for X in read_in_pieces(one)]
+    sizes = np.concatenate([_sizes(X, usual) for X in read_in_pieces(one)])
+    limit = sizes.max(where=sizes <= most, initial=_NOTHING) + _LONGER
+    if sizes.max() <= limit:
+        return None
+    pieces = [np.ldexp(X, _above(limit, _sizes(X, usual))) for X in read_in_pieces(one)]
     return Rows(np.concatenate(pieces)[None], "float64")
-
-
-_ONE = np.zeros(1, np.int64)
-_NOTHING = -1e6  # stands for the exponent of zero
 
 
 def _sizes(X: Float64, usual: Float64) -> Float64:
@@ -139,9 +141,9 @@ def _sizes(X: Float64, usual: Float64) -> Float64:
     return np.asarray(np.where(X != 0, np.frexp(X)[1] - usual, _NOTHING).max(axis=1))
 
 
-def _less(most: float, sizes: Float64) -> npt.NDArray[np.int32]:
-    """Return the powers of two, for each row, that leave rows of these sizes at most so large, as a column."""
-    return np.floor(np.minimum(most - sizes, 0.0)).astype(np.int32)[:, None]
+def _above(limit: float, sizes: Float64) -> npt.NDArray[np.int32]:
+    """Return the powers of two, a column, times which rows of these sizes are within a limit."""
+    return np.floor(np.minimum(limit - sizes, 0.0)).astype(np.int32)[:, None]
 
 
 def require_products(keys: Float64, roots: Float64) -> None:

@@ -81,7 +81,7 @@ def sketched_factor(rows: Rows, sketch: Sketch, limit: float = _SINGLE_ERROR) ->
         out = unscaled_sketch(sketch, rows, 0)
         factor = factor_moments(Rows(out * sketch.distribution.scale, "float64"), single="no")
     # sums of keys are rounded, so they do not give the exact row space of the keys
-    return _in_single(replace(factor, rows=_scaled_alike(rows, factor.rows), spans={}, hidden={}), limit)
+    return _in_single(replace(factor, rows=_scaled_alike(rows, factor.rows), spans={}, hidden={}, shortened={}), limit)
 
 
 def _scaled_alike(rows: Rows, others: Rows) -> Rows:

@@ -216,7 +216,8 @@ def leverage_scores(
         leverage score, so a threshold on ridge scores may miss keys. The sum of the scores is `effective_dimension`.
     relative_ridge : float, default 0
         The same for λ = ``relative_ridge * ‖K‖_F² / d``, which has no units: multiples of the keys keep their scores.
-        The norm is taken after mask, weights and center. One of both arguments may be given.
+        The norm is taken after mask, weights and center. One of both arguments may be given. Below about 10⁻²⁸
+        rounding hides it from keys that are 10¹⁴ times as short as others.
     center : bool, default False
         Subtracts the mean of the keys first, which suits softmax: a common shift does not change it. The result is the
         exact scores of the centered keys, and with 1/n added an *over-estimate* of the scores of K. The mean is held

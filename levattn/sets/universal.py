@@ -560,7 +560,8 @@ def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Fl
     if wide is not None:  # which holds the keys
         wide = replace(wide, rows=weighted_rows(wide.rows, roots))
     hidden = {item: fine and _over_power(fine, power) for item, fine in factor.hidden.items()}
-    factor = replace(_over_power(factor, power), wide=wide, hidden=hidden)
+    shortened = {item: _over_power(one, power) for item, one in factor.shortened.items()}
+    factor = replace(_over_power(factor, power), wide=wide, hidden=hidden, shortened=shortened)
     factor = replace(factor, rows=replace(factor.rows, weights=roots))
     return replace(factor, error=factor.error + 2 * UNIT * factor.condition), roots
 
