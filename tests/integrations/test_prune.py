@@ -62,6 +62,25 @@ def test_slots_for_all_keys_are_dense_attention(family: str) -> None:
         assert min(far) > 1e-2 if few == split(family) else max(far) < 2e-5  # of about 10
 
 
+@pytest.mark.parametrize("kind", ["Splinter", "ClapText"])
+def test_an_encoder_whose_layers_do_not_say_that_they_see_all_keys(kind: str) -> None:
+    model = other(kind, attn_implementation="eager").eval()  # without padding it makes no mask
+    wanted = output(model)
+    for selection in (60, {1: 60}):
+        with prune(model, selection):
+            assert difference(output(model), wanted) < 2e-5
+
+
+def test_a_decoder_that_is_told_to_see_all_keys() -> None:
+    model = base()
+    wanted = output(model, is_causal=False, use_cache=False)
+    assert difference(output(model, is_causal=False), output(model)) > 1
+    with prune(model, Selection(60, start=0)):
+        assert difference(output(model, is_causal=False, use_cache=False), wanted) < 2e-5
+        with pytest.raises(ValueError, match=r"has a cache and is not causal; .* Set use_cache=False"):
+            output(model, is_causal=False)
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPTNeoX"])
 def test_a_call_that_ends_before_its_first_selection_is_the_dense_call(family: str) -> None:
     """To the last bit; one position more is pruned."""

@@ -293,6 +293,13 @@ def test_models_that_cannot_be_compressed_are_refused_by_name(
         cache_of(model)
 
 
+def test_a_decoder_that_sees_later_tokens_is_refused() -> None:
+    model = base()
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has is_causal=False, .*expected a causal decoder. Set"):
+        cache_of(model)
+
+
 CUT = {(0, 0): 0.5, (1, 1): 0.4}
 
 

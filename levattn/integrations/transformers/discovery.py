@@ -19,7 +19,10 @@ _ENCODERS_FROM = 5  # the version of transformers from which on its encoders use
 
 @dataclass(eq=False)
 class ModelLayer:
-    """An attention module, and the arguments of its attention in a trial call, during which this is its part."""
+    """An attention module, and the arguments of its attention in a trial call, during which this is its part.
+
+    causal: before the trial call, whether attention without a mask can be causal. "eager" hides keys by masks alone.
+    """
 
     module: Any
     name: str
@@ -116,7 +119,7 @@ def _tried(
     reached: list[ModelLayer] = []
     entered: list[tuple[Any, dict[str, Any]]] = []
     layers = [
-        ModelLayer(module, names[id(module)], reached)
+        ModelLayer(module, names[id(module)], reached, causal=module.config._attn_implementation != "eager")
         for module in modules
         if isinstance(getattr(module, "config", None), PretrainedConfig)
     ]

@@ -239,12 +239,15 @@ class LayerPruning:
 
     seen: a list that takes the arrays of each call, or None.
 
+    causal: whether attention is causal where there is neither a mask nor an attribute of the module that tells.
+
     pruning: a name that no other has, also in other processes; each state in a cache belongs to a pruning.
     """
 
     splits: tuple[tuple[int, tuple[Group, ...]], ...]
     tally: Any = None
     seen: list[Arrays] | None = None
+    causal: bool = True
     pruning: str = field(default_factory=lambda: uuid4().hex)
 
     def groups_of(self, length: int) -> tuple[Group, ...]:
@@ -301,8 +304,8 @@ def _attended(
     held = None if call is None else call.held
     seen = rows if held is None else held.begin(part.pruning) + rows
     _check_lengths(layer, rows, key.shape[2], seen, None if isinstance(part, ModelLayer) else sliding_window)
-    declared = getattr(module, "is_causal", True) if is_causal is None or attention_mask is not None else is_causal
-    present, causal = padding_and_kind(layer, attention_mask, rows, seen, declared or held is not None)
+    declared = _is_causal(module, part, held, is_causal, attention_mask, rows)
+    present, causal = padding_and_kind(layer, attention_mask, rows, seen, declared)
     if isinstance(part, ModelLayer):
         return part.take(call, query, key, value, causal=causal, sliding_window=sliding_window)
     if held is not None:
@@ -318,7 +321,7 @@ def _attended(
             "a state cannot split a summary's weight over keys. Call the model without a cache"
         )
     measurement = None if part.tally is None else part.tally.begin(len(query), rows, seen)
-    dense = partial(_dense, module, attention_mask, is_causal)
+    dense = partial(_dense, module, attention_mask, causal if attention_mask is None and rows > 1 else None)
     before = () if held is None else held.states
     first = 0 if held is None else held.first
     if not first:
@@ -336,6 +339,18 @@ def _attended(
     if part.tally is not None:
         part.tally.end(len(query), measurement, whole=whole)
     return Y.transpose(1, 2).contiguous(), shares
+
+
+def _is_causal(module: Any, part: Any, held: Any, given: bool | None, mask: Any, rows: int) -> bool:
+    """Tell whether a module's attention is causal, where its mask does not tell or is missing.
+
+    given: what the module passes on, or None.
+    """
+    if held is not None and (mask is not None or rows == 1):  # one query of a cache sees all keys either way
+        return True
+    if mask is None and given is not None:
+        return bool(given)
+    return bool(getattr(module, "is_causal", True) and (part.causal or mask is not None))
 
 
 def _check_lengths(layer: str, rows: int, keys: int, seen: int, sliding_window: int | None) -> None:

@@ -122,7 +122,8 @@ def prune(
         ignore (biases of positions, bounded logits, sinks). Also if all layers slide, and `layers` names none. The
         model then stays unchanged. An `example` must be a mapping of tensors. Calls raise for packed sequences, more
         positions than the window of a named layer that slides, and dropout of weights. They also raise for a cache
-        that is not a `DynamicCache`, or a mask that is neither full nor causal with padding.
+        that is not a `DynamicCache`, or is one of attention that is not causal. Nor may a mask be other than full or
+        causal with padding.
     NotImplementedError
         In a call under torch.export, torch.jit.trace or torch.func.vmap, which hide numbers.
 
@@ -229,7 +230,7 @@ def _parts_of(
     found = {}
     for number in sorted({number for number, _ in splits[0][1]}):
         groups = tuple((length, _groups_of(number, there[number], of_heads)) for length, of_heads in splits)
-        part = LayerPruning(groups)
+        part = LayerPruning(groups, causal=there[number].causal)
         if part.pruned():
             found[number] = part
     sampler = Sampler(found, measure)
@@ -265,7 +266,7 @@ def observed(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> dict[
         length = 0 if tokens is None else tokens.shape[1]
         numbers = [n for n, layer in there.items() if layer.sliding_window is None or length <= layer.sliding_window]
     parts = {
-        n: LayerPruning(((0, _groups_of(n, there[n], {})),), seen=[])
+        n: LayerPruning(((0, _groups_of(n, there[n], {})),), seen=[], causal=there[n].causal)
         for n in numbers_among("layers", numbers or None, list(there))
     }
     changes = _changed(model, there, parts)

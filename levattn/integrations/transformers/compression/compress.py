@@ -143,9 +143,10 @@ def compress(
     ------
     TypeError, ValueError
         If an argument is out of range, or `heads` is "auto" and no profile fits, unless nothing is cut. If the model
-        is pruned or extended, keeps no cache, or has attention that `prune` refuses. If random numbers renew slots of
-        fewer than 16 bits. If its layers keep latents or states, or compute more than the attention "sdpa" does. If
-        its positions are learned, and the context has more. If padding follows tokens, and layers slide. If
+        is pruned or extended, keeps no cache, is not causal, or has attention that `prune` refuses. If random numbers
+        renew slots of fewer than 16 bits. If its layers keep latents or states, or compute more than the attention
+        "sdpa" does. If its positions are learned, and the context has more. If padding follows tokens, and layers
+        slide. If
         `references` are given with summaries or ``renew_every``, or for a model that bounds its logits or has angles
         that depend on the length. If "own" is given for a model without rotary positions. If tokens are given, and the
         context is read in chunks, or layers slide.
@@ -299,6 +300,11 @@ def _check(model: Any, present: Any, chunk: int | None, what: str = "context has
     ]
     if getattr(model.config, "is_encoder_decoder", False) or not all(causal):
         raise ValueError(f"{name} is no decoder; expected one that keeps a cache, e.g. Llama or Qwen")
+    if getattr(config, "is_causal", None) is False:  # later tokens change the keys of earlier ones
+        raise ValueError(
+            f"the config of the {name} has is_causal=False, so each token sees all others; expected a causal decoder. "
+            "Set model.config.is_causal = True"
+        )
     most, longest = getattr(config, "max_position_embeddings", None), int(present.sum(1).max())
     for where, module in model.named_modules():
         learned = where.rpartition(".")[2] in _LEARNED and isinstance(module, torch.nn.Embedding)
