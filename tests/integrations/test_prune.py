@@ -720,6 +720,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: prune(base("Gemma2", num_key_value_heads=2, head_dim=8, attn_implementation="eager"), 8),
         "Gemma2Attention 0 passes softcap to its attention .bounded logits",
     ),
+    "two calls of a layer": (
+        lambda: prune(base("DiffLlama", num_key_value_heads=2), 8),
+        "DiffLlamaAttention 0. calls its attention 2 times for each token|DiffLlamaSdpaAttention does not",
+    ),
     "not reached": (
         lambda: prune(other("MPNet"), 8),
         "MPNetModel: no attention function was reached .MPNetSelfAttention does not",
@@ -826,6 +830,16 @@ def test_what_cannot_be_pruned_is_refused_by_name(case: str) -> None:
     call, message = MODELS[case]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+def test_a_layer_without_a_place_in_the_cache_is_refused_with_the_way_out() -> None:
+    sizes = {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
+    model = base("Zamba", **sizes, num_key_value_heads=4, n_mamba_heads=2, use_mamba_kernels=False)
+    wanted = output(model, use_cache=False)
+    with prune(model, Selection(60, start=0)):
+        assert difference(output(model, use_cache=False), wanted) < 2e-5
+        with pytest.raises((TypeError, ValueError), match=r"(layer of the cache|HybridDynamicCache).*use_cache=False"):
+            output(model)
 
 
 @pytest.mark.parametrize("start", [None, 0, 1])

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from levattn.integrations.transformers.calls import inputs_device, layer_of, model_inputs, parameters_of
+from levattn.integrations.transformers.calls import (
+    cache_keyword,
+    inputs_device,
+    layer_of,
+    model_inputs,
+    parameters_of,
+)
 from levattn.integrations.transformers.interface import Changes, Interface
 
 _CROSS = ("encoder_hidden_states", "key_value_states", "cross_attention_states")  # keys of another sequence
@@ -32,6 +38,7 @@ class ModelLayer:
     causal: bool = True
     sliding_window: int | None = None
     call: Any = None
+    times: int = 0  # that the attention was called
     handed: bool = False  # whether the module passes its keywords on to its attention
 
     @property
@@ -44,6 +51,7 @@ class ModelLayer:
         """Record the arguments of the attention, and return zeros as its output."""
         self.reached.append(self)
         vars(self).update(call=call, handed=call is not None, query=query, heads=int(key.shape[1]), **found)
+        self.times += 1
         B, H, T = query.shape[:3]
         return query.new_zeros((B, T, H, value.shape[-1])), None
 
@@ -85,6 +93,12 @@ def discovered(
             raise ValueError(
                 f"{layer.name} attends from one sequence to another; expected self-attention. Use the encoder alone, "
                 "e.g. prune(model.get_encoder(), ...)"
+            )
+        shared = layer.times > 1 and cache_keyword(layer.module) is not None  # one cache layer of a module has states
+        if shared and (layers is None or number in layers):
+            raise ValueError(
+                f"{layer.name} calls its attention {layer.times} times for each token, as layers share it or it takes "
+                "differences; expected one call. Leave it out of layers, or take another model"
             )
     return there
 

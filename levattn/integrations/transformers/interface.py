@@ -232,7 +232,7 @@ class Interface:
         if entered is not None:
             entered.append((module, given))
         elif cache is not None:
-            held = state_layer(cache, module.layer_idx, self.cache_layers, self.attention)
+            held = state_layer(cache, module, self.cache_layers, self.attention)
         if others and hasattr(module, self.part):
             kwargs = {**kwargs, self.name: Call(held, given.get("hidden_states"), frozenset(kwargs))}
         return args, kwargs

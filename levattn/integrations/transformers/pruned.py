@@ -344,7 +344,7 @@ def _attended(
 def _is_causal(module: Any, part: Any, held: Any, given: bool | None, mask: Any, rows: int) -> bool:
     """Tell whether a module's attention is causal, where its mask does not tell or is missing.
 
-    given: what the module passes on, or None.
+    given: the argument of this name that the module passes on, or None.
     """
     if held is not None and (mask is not None or rows == 1):  # one query of a cache sees all keys either way
         return True

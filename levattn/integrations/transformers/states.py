@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from levattn._core.arrays import array_namespace, take_entries
 from levattn.attention import MacchiatoState, PrunedState, Selection
 from levattn.attention.pruned.state import picked
+from levattn.integrations.transformers.calls import layer_of
 from levattn.states import SoftmaxState
 
 
@@ -60,8 +61,8 @@ class StateLayer:
         raise NotImplementedError
 
 
-def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], attention: str) -> Any:
-    """Return a layer of a cache that holds states, before it is updated; it replaces an empty layer.
+def state_layer(cache: Any, module: Any, kinds: tuple[type[Any], type[Any]], attention: str) -> Any:
+    """Return the layer of a cache that holds a module's states, before it is updated; it replaces an empty layer.
 
     kinds: of layers that attend to all positions, and of layers that slide. attention: its name in messages.
     """
@@ -72,6 +73,12 @@ def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], atte
             "DynamicCache on the device, whose layers can be replaced. Give DynamicCache(config=model.config), or "
             "nothing, or use_cache=False if the model has an encoder"
         )
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise ValueError(
+            f"{layer_of(module)} does not know which layer of the cache is its own; expected a module with a "
+            "layer_idx. Set use_cache=False, or leave the layer out of layers"
+        )
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
@@ -79,7 +86,8 @@ def state_layer(cache: Any, index: int, kinds: tuple[type[Any], type[Any]], atte
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise TypeError(
                 f"layer {index} of the cache is of type {type(layer).__name__}; expected DynamicLayer or "
-                "DynamicSlidingWindowLayer. Give DynamicCache(config=model.config), or nothing"
+                "DynamicSlidingWindowLayer. Give DynamicCache(config=model.config), or nothing. If the model's own "
+                "cache has such layers, set use_cache=False, or leave them out of layers"
             )
         if layer.get_seq_length():
             raise ValueError(
