@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +148,63 @@ def test_a_pipeline_answers_with_a_cache() -> None:
 # Models
 
 
-def test_a_decoder_beside_a_part_that_reads_images() -> None:
-    seeing = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+def seeing() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **seeing},
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **sizes},
         text_config={"model_type": "llama", **SIZES, "num_key_value_heads": 2},
         image_token_index=39,
     )
-    model = transformers.LlavaForConditionalGeneration(config).eval()
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def test_a_decoder_beside_a_part_that_reads_images() -> None:
+    model = seeing()
     dense = model.generate(whole(), **GREEDY)
     assert torch.equal(cache_of(model).ask(model, QUESTION, **GREEDY), dense[:, CONTEXT:])
     assert torch.equal(model.generate(whole(), **{CACHE: cache_of(model)}, **GREEDY), dense)
+
+
+def test_a_picture_in_a_question_with_beams_is_refused() -> None:
+    model, context, question = seeing(), tokens(1).clamp(max=30), torch.tensor([[5, 39, 39, 39, 39, 6]])
+    pixels, cache = {"pixel_values": torch.randn(1, 3, 8, 8)}, compress(model, context, 1.0)
+    with pytest.raises(ValueError, match=r"pixel_values was given with beams; .* Leave out the beams"):
+        cache.ask(model, question, num_beams=2, **pixels, **GREEDY)
+    if transformers.__version__ < "5":
+        with pytest.raises(ValueError, match=r"pixel_values was given to ask; .* Use transformers 5.0 or newer"):
+            cache.ask(model, question, **pixels, **GREEDY)
+        return
+    text = torch.cat([context, cache.ask(model, question, **pixels, **GREEDY), QUESTION], 1)
+    wanted = model.generate(text, **pixels, **GREEDY)[:, text.shape[1] - 3 :]
+    assert torch.equal(cache.ask(model, QUESTION, **GREEDY), wanted)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="models count positions otherwise there")
+def test_positions_after_a_picture_are_those_of_the_cache_that_read_it(tmp_path: Path) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = transformers.Qwen2VLConfig(
+        text_config={**SIZES, "num_key_value_heads": 2, "rope_parameters": rotary},
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
+        **{"image_token_id": 39, "video_token_id": 38, "vision_start_token_id": 37, "vision_end_token_id": 36},
+    )
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    context, picture = tokens(1).clamp(max=30), torch.tensor([[37, 39, 39, 39, 39, 36]])
+    kinds = {"mm_token_type_ids": (torch.cat([context, picture], 1) == 39).int()}
+    kinds = kinds if "mm_token_type_ids" in signature(model.forward).parameters else {}
+    seen = {**kinds, "pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    dense = model.generate(torch.cat([context, QUESTION], 1), **GREEDY)[:, CONTEXT:]
+    cache, pictures = compress(model, context, 1.0), compress(model, context, 1.0)
+    pictures.ask(model, picture, **seen, **GREEDY)
+    again = pictures.copy().ask(model, QUESTION, **GREEDY)
+    other = model.model.rope_deltas = torch.tensor([[-9], [-8]])  # of another text with pictures
+    assert torch.equal(cache.ask(model, QUESTION, **GREEDY), dense)
+    pictures.batch_repeat_interleave(2)
+    assert torch.equal(pictures.ask(model, QUESTION.expand(2, -1), **GREEDY), again.expand(2, -1))
+    assert model.model.rope_deltas is other
+    cache.save(tmp_path / "text")
+    if kinds:  # else this transformers counts a picture as its tokens
+        with pytest.raises(ValueError, match=r"holds pictures, .*expected text alone. Save a copy"):
+            pictures.save(tmp_path / "pictures")
 
 
 def test_gradients_flow_through_groups_of_heads_that_are_not_side_by_side() -> None:

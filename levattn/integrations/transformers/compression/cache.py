@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
+from transformers import __version__ as version
 from transformers.cache_utils import Cache
 
 from levattn._core.checks import whole_number
@@ -38,6 +39,10 @@ _READING = (
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance
+# An attribute of modules that read pictures: how far positions after the last call are from a count of its tokens
+_SHIFT = "rope_deltas"
+_PICTURES_FROM = 5  # the version of transformers from which on a question after a cache may have pictures
+_TOKENS_ALONE = ("attention_mask", "logits_to_keep")  # tensors that a question of text may have beside its tokens
 
 
 class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
@@ -96,6 +101,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         self.present = present
         self.context_length = int(tokens.shape[1])
         self.origin = origin
+        self._shifts: list[tuple[int, dict[str, Any]]] = []  # of calls of `ask`, by their first position
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +127,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             Its context is not copied; the positions after the context are.
         """
         fork = CompressedCache([copy.copy(layer) for layer in self.layers], self.tokens, self.present, self.origin)
-        fork.context_length = self.context_length
+        fork.context_length, fork._shifts = self.context_length, [*self._shifts]
         return fork
 
     __copy__ = copy
@@ -165,10 +171,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If the question is no tensor of whole numbers.
         ValueError
             If the question is empty, begins with the context again, or has another number of rows. If the model is
-            another one, or an option excludes caches. If another thread asks this cache.
+            another one, or an option excludes caches. If another thread asks this cache. If pictures are given with
+            beams, or before transformers 5.0.
         """
         ids, mask = tokens_and_present("question", question, options.pop("attention_mask", None))
-        with self._kept():
+        with self._kept(), self._shifted(model):
             self._check(model, ids, options)
             if not bool((mask[:, :-1] & ~mask[:, 1:]).any()):
                 return self._answered(model, ids, mask, options)
@@ -236,6 +243,28 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             raise
         finally:
             del self._asked
+
+    @contextmanager
+    def _shifted(self, model: Any) -> Iterator[None]:
+        """Let a model that reads pictures count positions as after this cache's last call; its own count comes back.
+
+        Such models keep the count of their last call, of whatever text, and `generate` goes on from it.
+        """
+        parts = {}
+        if isinstance(model, torch.nn.Module):
+            parts = {name: part for name, part in model.named_modules() if hasattr(part, _SHIFT)}
+        before = {name: getattr(part, _SHIFT) for name, part in parts.items()}
+        first, own = self.get_seq_length(), dict(self._shifts[-1][1]) if self._shifts else {}
+        try:
+            for name, part in parts.items():
+                setattr(part, _SHIFT, own.get(name))
+            yield
+            after = {name: getattr(part, _SHIFT) for name, part in parts.items()}
+            if parts and self.get_seq_length() > first:
+                self._shifts = [*self._shifts, (first, {name: x for name, x in after.items() if x is not None})]
+        finally:
+            for name, part in parts.items():
+                setattr(part, _SHIFT, before[name])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_asked"}
@@ -308,11 +337,27 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 "output_attentions is True; expected False, as weights of attention are not formed over slots. Leave "
                 "it out, or give a DynamicCache to generate"
             )
+        self._check_pictures(model, options)
         if self.context_length >= _FEWEST and torch.equal(ids[:, :n].to(self.tokens), self.tokens[:, :n]):
             raise ValueError(
                 f"question has {ids.shape[1]} tokens that begin with the {self.context_length} of the context, which "
                 "the cache holds; expected the question alone. Or give all tokens to model.generate, with "
                 f"{cache_keyword(model)}=cache"
+            )
+
+    def _check_pictures(self, model: Any, options: dict[str, Any]) -> None:
+        """Raise for pictures and the like beside the question, where the model would not read them."""
+        names = set(parameters_of(model)[0]).difference(_TOKENS_ALONE)
+        read = sorted(name for name in names if isinstance(options.get(name), torch.Tensor))
+        if read and int(_option(model, options, "num_beams") or 1) > 1:
+            raise ValueError(
+                f"{read[0]} was given with beams; expected tokens alone, as the model reads the chosen answer once "
+                "more. Leave out the beams"
+            )
+        if read and int(version.partition(".")[0]) < _PICTURES_FROM:
+            raise ValueError(
+                f"{read[0]} was given to ask; expected tokens alone, as transformers {version} leaves the rest out "
+                f"where a cache holds positions. Use transformers {_PICTURES_FROM}.0 or newer"
             )
 
     def _read(self, model: Any, ids: Any, mask: Any) -> None:
@@ -337,6 +382,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                     "alone; expected a cache without further positions. Call copy before each question"
                 )
         super().reset()
+        self._shifts = []
         self.tokens, self.present = (part[:, : self.context_length] for part in (self.tokens, self.present))
 
     def crop(self, max_length: int) -> None:
@@ -373,6 +419,7 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
                 layer.crop(-more)
         if forgotten:
             self.tokens, self.present = self.tokens[:, :kept], self.present[:, :kept]
+            self._shifts = [(first, shift) for first, shift in self._shifts if first < kept]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence.
@@ -417,6 +464,9 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             super().batch_select_indices(rows)
             rows = rows.to(self.tokens.device)
             self.tokens, self.present = self.tokens[rows], self.present[rows]
+            self._shifts = [
+                (first, {name: x[rows.to(x.device)] for name, x in shift.items()}) for first, shift in self._shifts
+            ]
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take the sequences with these numbers, for beam search.
@@ -444,7 +494,8 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
         Raises
         ------
         ValueError
-            If the model that made the cache was deleted or changed, or a call failed between two layers.
+            If the model that made the cache was deleted or changed, or a call failed between two layers. If `ask` read
+            pictures, after which models count positions otherwise.
         TypeError
             If `path` is no path.
         OSError
@@ -453,6 +504,11 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
             If safetensors is not installed.
         """
         self._check_layers()
+        if any(bool(x.any()) for _, shift in self._shifts for x in shift.values()):
+            raise ValueError(
+                "the cache holds pictures, after which the model counts positions otherwise, and files do not tell; "
+                "expected text alone. Save a copy from before the pictures"
+            )
         write_context(path, self)
 
     @classmethod
