@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="4.56")
 from decoders import CACHE, SIZES, base, of_heads, tokens  # noqa: E402
 
 from levattn.attention import Selection  # noqa: E402
-from levattn.integrations.transformers import CompressedCache, compress, inspect_model, prune  # noqa: E402
+from levattn.integrations.transformers import CompressedCache, compress, evaluate, inspect_model, prune  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -196,10 +197,13 @@ def test_positions_after_a_picture_are_those_of_the_cache_that_read_it(tmp_path:
     cache, pictures = compress(model, context, 1.0), compress(model, context, 1.0)
     pictures.ask(model, picture, **seen, **GREEDY)
     again = pictures.copy().ask(model, QUESTION, **GREEDY)
+    trial = partial(evaluate, model, tokenizer(), LETTERS[:30], ["ab"], budgets=[{(0, 0): 0.5}], answer_tokens=1)
+    losses = [row["loss"] for row in trial().table()]
     other = model.model.rope_deltas = torch.tensor([[-9], [-8]])  # of another text with pictures
     assert torch.equal(cache.ask(model, QUESTION, **GREEDY), dense)
     pictures.batch_repeat_interleave(2)
     assert torch.equal(pictures.ask(model, QUESTION.expand(2, -1), **GREEDY), again.expand(2, -1))
+    assert [row["loss"] for row in trial().table()] == losses
     assert model.model.rope_deltas is other
     cache.save(tmp_path / "text")
     if kinds:  # else this transformers counts a picture as its tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,8 @@ _PROCESSORS = (
     *("forced_eos_token_id", "exponential_decay_length_penalty", "min_new_tokens", "cache_implementation"),
     *("no_repeat_ngram_size", "min_length", "encoder_repetition_penalty", "guidance_scale"),
 )
+# An attribute of modules that read pictures: how far positions after the last call are from a count of its tokens
+_SHIFT = "rope_deltas"
 _HIDDEN = -1e4  # a mask adds at most this to a masked logit
 _GIVE_PADDING = "Give the model an attention_mask of shape (batch, positions), 0 for padding"
 _PADDING_ALONE = (
@@ -153,6 +156,25 @@ def as_cache_of(module: Any, cache: Any) -> dict[str, Any]:
         refuse_wrapper(module)
         raise ValueError(f"{type(module).__name__} takes no cache; expected a decoder that does, e.g. Llama or Qwen")
     return {keyword: cache}
+
+
+@contextmanager
+def counting_from(model: Any, shifts: Mapping[str, Any]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Let a model that reads pictures count positions with the shifts of a call, none for text; its own come back.
+
+    Such a model keeps the shift of its last call, of whatever text, and goes on from it where a cache holds positions.
+    The block gets a function that returns the shifts, by the names of modules.
+    """
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    parts = {name: part for name, part in modules if hasattr(part, _SHIFT)}
+    before = {name: getattr(part, _SHIFT) for name, part in parts.items()}
+    try:
+        for name, part in parts.items():
+            setattr(part, _SHIFT, shifts.get(name))
+        yield lambda: {name: x for name, part in parts.items() if (x := getattr(part, _SHIFT)) is not None}
+    finally:
+        for name, part in parts.items():
+            setattr(part, _SHIFT, before[name])
 
 
 def greedy(model: Any, count: int) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from levattn._core.checks import whole_number
 from levattn._core.threads import reported
 from levattn.attention import Selection
 from levattn.attention.pruned.selection import as_selection, selection_for_models
-from levattn.integrations.transformers.calls import as_cache_of, check_generates, greedy, inputs_device, time_on
+from levattn.integrations.transformers.calls import (
+    as_cache_of,
+    check_generates,
+    counting_from,
+    greedy,
+    inputs_device,
+    time_on,
+)
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.profile import selection_of_cache
 from levattn.integrations.transformers.heads_table import in_columns
@@ -357,7 +364,8 @@ def evaluate(
     asked = list(_questions(prompt, questions, document, count, device))
     _check_length(model, tokens.shape[1] + max(each.ids.shape[1] + max(each.count, _STEPS) for each in asked))
     rows, answers, told = [], [], []
-    with torch.no_grad(), reported(progress, len(asked) * (1 + len(trials)), "answers") as advance:
+    steps = len(asked) * (1 + len(trials))
+    with torch.no_grad(), counting_from(model, {}), reported(progress, steps, "answers") as advance:
         dense = _read_densely(model, tokens)
         for each in asked:
             told.append(_told(dense, each, None))

@@ -12,7 +12,7 @@ import torch
 
 from levattn._core.checks import check_type, whole_number
 from levattn._core.threads import reported
-from levattn.integrations.transformers.calls import check_generates, check_tokenizer, inputs_device
+from levattn.integrations.transformers.calls import check_generates, check_tokenizer, counting_from, inputs_device
 from levattn.integrations.transformers.compression.compress import compress
 from levattn.integrations.transformers.compression.fingerprint import Fingerprint
 from levattn.integrations.transformers.compression.profile import CACHE, DOUBT, READING, HeadProfile, way_of
@@ -136,7 +136,7 @@ def head_profile(
         seed += _OTHER_TEXTS * earlier.trials
     rng = np.random.default_rng(seed)
     steps = tasks + rounds * tasks * len(heads) + (_PIECE if texts is None else 0)
-    with torch.no_grad(), reported(progress, steps, "steps") as advance:
+    with torch.no_grad(), counting_from(model, {}), reported(progress, steps, "steps") as advance:
         given = _texts(model, tokenizer, texts, tasks, positions + _FOLLOWING, seed, advance)
         trials: list[Any] = []
         for text in given:

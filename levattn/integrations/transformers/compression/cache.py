@@ -19,6 +19,7 @@ from levattn.integrations.transformers.calls import (
     as_cache_of,
     cache_keyword,
     check_generates,
+    counting_from,
     parameters_of,
     refuse_wrapper,
     tokens_of,
@@ -39,8 +40,6 @@ _READING = (
 _BOUNDARY = 4  # last tokens of a context that may change if a question is written after it
 _CHANGING = ("tail", "renewal")  # parts of a layer that a call changes
 _FEWEST = 16  # tokens of a context that no question repeats by chance
-# An attribute of modules that read pictures: how far positions after the last call are from a count of its tokens
-_SHIFT = "rope_deltas"
 _PICTURES_FROM = 5  # the version of transformers from which on a question after a cache may have pictures
 _TOKENS_ALONE = ("attention_mask", "logits_to_keep")  # tensors that a question of text may have beside its tokens
 
@@ -246,25 +245,12 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
 
     @contextmanager
     def _shifted(self, model: Any) -> Iterator[None]:
-        """Let a model that reads pictures count positions as after this cache's last call; its own count comes back.
-
-        Such models keep the count of their last call, of whatever text, and `generate` goes on from it.
-        """
-        parts = {}
-        if isinstance(model, torch.nn.Module):
-            parts = {name: part for name, part in model.named_modules() if hasattr(part, _SHIFT)}
-        before = {name: getattr(part, _SHIFT) for name, part in parts.items()}
-        first, own = self.get_seq_length(), dict(self._shifts[-1][1]) if self._shifts else {}
-        try:
-            for name, part in parts.items():
-                setattr(part, _SHIFT, own.get(name))
+        """Let a model count positions as after this cache's last call, and keep how it does after the block."""
+        first = self.get_seq_length()
+        with counting_from(model, self._shifts[-1][1] if self._shifts else {}) as shifts_now:
             yield
-            after = {name: getattr(part, _SHIFT) for name, part in parts.items()}
-            if parts and self.get_seq_length() > first:
-                self._shifts = [*self._shifts, (first, {name: x for name, x in after.items() if x is not None})]
-        finally:
-            for name, part in parts.items():
-                setattr(part, _SHIFT, before[name])
+            if self.get_seq_length() > first and (now := shifts_now()):
+                self._shifts = [*self._shifts, (first, now)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_asked"}
