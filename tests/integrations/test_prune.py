@@ -832,13 +832,14 @@ def test_what_cannot_be_pruned_is_refused_by_name(case: str) -> None:
         call()
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="Zamba shares its layers there, or makes a cache of its own")
 def test_a_layer_without_a_place_in_the_cache_is_refused_with_the_way_out() -> None:
     sizes = {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
     model = base("Zamba", **sizes, num_key_value_heads=4, n_mamba_heads=2, use_mamba_kernels=False)
     wanted = output(model, use_cache=False)
     with prune(model, Selection(60, start=0)):
         assert difference(output(model, use_cache=False), wanted) < 2e-5
-        with pytest.raises((TypeError, ValueError), match=r"(layer of the cache|HybridDynamicCache).*use_cache=False"):
+        with pytest.raises(ValueError, match=r"which layer of the cache is its own; .*use_cache=False"):
             output(model)
 
 
