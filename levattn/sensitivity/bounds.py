@@ -151,7 +151,7 @@ def lewis_weights(K: Any, p: float, /, *, iterations: int = _ITERATIONS, mask: A
     count = whole_number("iterations", iterations, 0)
     if exponent != 2:
         v, tau, _, scale = iterated(rows, tau, factor.rank, exponent, count)
-        tau = tau if exponent > 2 else (tau / (v * scale) ** 2) ** (exponent / 2)
+        tau = tau if exponent > 2 else (tau / v**2) ** (exponent / 2) * np.exp(-exponent * scale)
     return matrices.wrap(to_device(np.asarray(tau), matrices.data))
 
 

@@ -245,12 +245,12 @@ def iterated(
 
     Return the row weights v, at most 1 (read-only where they are equal), and the leverage scores of the weighted rows.
     Also return the factor (b,) by which the rounding of weighted rows may raise the root of a score. The last result
-    is a scale (b, 1): v times it is w^{1/2 − 1/p}. Where new weights would push directions beyond the rank
-    tolerance, the weights before them stay.
+    is the logarithm of a scale (b, 1), which may itself exceed all numbers: v times the scale is w^{1/2 − 1/p}. Where
+    new weights would push directions beyond the rank tolerance, the weights before them stay.
     """
     live = tau > 0
     v: Float64 = np.broadcast_to(np.ones(1), tau.shape)
-    going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.ones((len(tau), 1))
+    going, moved, scale = np.ones(len(tau), np.bool_), np.ones(len(tau)), np.zeros((len(tau), 1))
     last: Factor | None = None
     for _ in range(iterations):
         new: Float64 = np.empty(tau.shape)
@@ -261,7 +261,11 @@ def iterated(
 
         with np.errstate(divide="ignore", over="ignore"):
             by_chunks(body, v.shape[1])
-        largest = np.max(new, axis=1, keepdims=True, initial=0.0, where=live & np.isfinite(new))
+        there = live & np.isfinite(new)
+        largest = np.max(new, axis=1, keepdims=True, initial=0.0, where=there)
+        if p < 2:  # rows of the largest numbers have the least weights, so these numbers are cut
+            least = np.min(new, axis=1, keepdims=True, initial=np.inf, where=there)
+            largest = np.minimum(largest, least / _LEAST_WEIGHT)
         largest[largest == 0] = 1.0
         new /= largest
         np.clip(new, _LEAST_WEIGHT, 1.0, out=new)
@@ -276,7 +280,7 @@ def iterated(
         if not going.any():
             break
         last = factor
-        scale = np.where(going[:, None], largest * (1.0 if p > 2 else scale ** (1 - p / 2)), scale)
+        scale = np.where(going[:, None], np.log(largest) + (0.0 if p > 2 else (1 - p / 2) * scale), scale)
         if going.all():
             v, tau = new, np.zeros(0)  # frees memory for the scores
             tau = raised_scores(factor, live)

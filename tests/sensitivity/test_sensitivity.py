@@ -121,6 +121,21 @@ def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     assert total <= 5 ** max(1, p / 2) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("largest", [1.0, 1e20, 1e200])
+@pytest.mark.parametrize("p", [0.5, 1, 1.9])
+def test_lewis_weights_of_one_column_are_shares_of_powers(p: float, largest: float) -> None:
+    K = np.array([[1.0], [-3.0], [largest], [0.0]])
+    shares = np.exp(p * (np.log(np.abs(K[:3, 0])) - np.log(np.abs(K).max())))
+    w = levattn.lewis_weights(K, p, iterations=60)
+    np.testing.assert_allclose(w[:3], shares / shares.sum(), rtol=1e-6, atol=1e-80)
+    assert w[3] == 0
+
+
+def test_lewis_weights_of_a_small_power_whose_scale_exceeds_all_numbers() -> None:
+    w = levattn.lewis_weights(np.ones((400, 1)), 0.002, iterations=300)
+    np.testing.assert_allclose(w, 400.0 ** (0.999**301 - 1), rtol=1e-9)  # scores after them are a step more
+
+
 @pytest.mark.parametrize("p", [2, 2.5, 4, 6, 30, 1000, 1e308])
 def test_lewis_weights_are_shares_of_the_rank_after_any_iteration(p: float) -> None:
     K = np.random.default_rng(0).standard_cauchy((300, 5))
