@@ -28,6 +28,7 @@ FAILURE = 1e-6  # probability with which a randomized bound may fail
 _START = 101  # random stream of the start of Lanczos' method
 _SINGLE_ERROR = 1e-9  # largest error of a float64 factor for which float32 products are as accurate as a sketch
 _SINGLE_BOUND = 1.2e-13  # the same for products that bound scores: their error raises the bounds
+_SINGLE_RANGE = 2.0**100  # the largest entries of float32 products, and one over the smallest
 _SINGLE_SUMS = 1.2e-11  # largest error of a factor for which float32 sums of a sketch are as accurate
 _MEASURED = 320  # columns up to which moments cost less than steps of Lanczos' method
 _LARGEST = 2.0**400  # numbers up to this have squares in range
@@ -97,10 +98,18 @@ def _in_single(factor: Factor, limit: float) -> Factor:
     short = factor.rows.format != "float64"
     arithmetic, products = list(factor.arithmetic), factor.product_error.copy()
     for item, error in enumerate(factor.error.tolist()):
-        if short and arithmetic[item] == "double" and error <= limit:
+        if short and arithmetic[item] == "double" and error <= limit and _fits_single(factor.whitening[item]):
             arithmetic[item] = "single"
             products[item] = 2.0**-22 * max(1.0, math.sqrt(factor.rows.shape[2]) / 8) * error / (2 * UNIT)
     return replace(factor, arithmetic=tuple(arithmetic), product_error=products)
+
+
+def _fits_single(W: Float64) -> bool:
+    """Tell whether the entries of W that matter are normal numbers of float32, for each column of the keys."""
+    sizes = np.max(np.abs(W), axis=1, initial=0.0)
+    return bool(
+        sizes.max(initial=0.0) <= _SINGLE_RANGE and sizes.min(initial=1.0, where=sizes > 0) >= 1 / _SINGLE_RANGE
+    )
 
 
 def _of_single_sums(rows: Rows, sketch: Sketch) -> Factor | None:
@@ -173,8 +182,9 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
         else:
             hidden = factor.rank[item] < min(n, d) and factor.rank[item] < Span.of(rows.item(item)).rank
         if hidden:
-            upper[item, nonzero_rows(rows.item(item))] = 1.0
             lower[item], ends[item] = 0.0, (0.0, np.inf)
+        if not ends[item, 0] > 0:  # no number bounds a score, but zero rows and those left out have none
+            upper[item] = nonzero_rows(rows.item(item))
     return Screened(lower, upper, np.fmin(scores, 1.0), ends, factor if exact is None else exact, exact is not None)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, as_matrices, to_device, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_device, to_numpy
 from levattn._core.checks import real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
@@ -389,7 +389,12 @@ def _approximated(matrices: Matrices, method: Any, center: Any, weights: Float64
     left, right = sketches_of(method, matrices.n, matrices.d)
     rows = replace(rows_of(matrices, center), weights=weights)
     factor = factor_moments(rows) if left is None else sketched_factor(rows, Sketch(left))
-    return (factor if right is None else projected(factor, right)).scores()[0]
+    factor = factor if right is None else projected(factor, right)
+    if left is None:
+        return factor.scores()[0]
+    found = factor.scores(member=False)[0]  # rows with a part in columns that a sketch cancels count as 1
+    xp = array_namespace(found)
+    return xp.minimum(found, xp.ones_like(found))
 
 
 _TAME = 300  # largest power of two of entries that are read unscaled

@@ -186,14 +186,14 @@ class RowSample:
         ------
         TypeError, ValueError
             If K has other numbers than floats, or not n rows, or p is not above 0. Also if K is left out and the
-            sample has no keys, or the weights leave the range of its dtype.
+            sample has no keys, or weights or their products with K leave the range of its dtype.
         """
         p = positive_number("p", p)
         root = self.weights ** (1 / p)
         if K is None:
             if self.keys is None:
                 raise ValueError("K is left out, and this sample is of an array; expected that array")
-            return self.keys.astype(np.float64) * root[:, None]
+            return _times(self.keys.astype(np.float64), root[:, None])
         if is_scipy_sparse(K):
             format_of(K.dtype, "K", "K.astype('float64')")
         else:
@@ -202,16 +202,18 @@ class RowSample:
         if n != self.rows_of_all:
             raise ValueError(f"K has {n} rows; expected {self.rows_of_all}, the rows that were sampled")
         if is_scipy_sparse(K):
-            return K[self.indices].multiply(_roots_as(root, K.dtype)[:, None]).tocsr()
+            sparse = K[self.indices].tocsr()
+            sparse.data = _times(sparse.data, np.repeat(_roots_as(root, K.dtype), np.diff(sparse.indptr)))
+            return sparse
         if isinstance(K, np.ndarray):
             kind = np.float32 if K.dtype.kind == "V" or K.dtype.itemsize == 2 else K.dtype
             roots = _roots_as(root, kind).reshape(-1, *(1,) * (K.ndim - 1))
-            return K[self.indices].astype(kind, copy=False) * roots
+            return _times(K[self.indices].astype(kind, copy=False), roots)
         xp = array_api_compat.array_namespace(K)
         kind = xp.float32 if str(K.dtype).endswith("float16") else K.dtype
         roots = _roots_as(root, np.float32 if str(kind).endswith("float32") else np.float64)
         taken = xp.take(K, to_device(self.indices, K), axis=0)
-        return xp.astype(taken, kind) * xp.astype(to_device(roots.reshape(-1, *(1,) * (K.ndim - 1)), K), kind)
+        return _times(xp.astype(taken, kind), xp.astype(to_device(roots.reshape(-1, *(1,) * (K.ndim - 1)), K), kind))
 
 
 def _roots_as(roots: Float64, kind: Any) -> npt.NDArray[Any]:
@@ -223,6 +225,16 @@ def _roots_as(roots: Float64, kind: Any) -> npt.NDArray[Any]:
             f"roots of weights from {roots.min():.3g} to {roots.max():.3g} leave the range of {np.dtype(kind)}; "
             "expected K of float64"
         )
+    return found
+
+
+def _times(rows: Any, roots: Any) -> Any:
+    """Return rows times roots of weights, or raise where finite rows leave the range of their dtype."""
+    with np.errstate(over="ignore"):
+        found = rows * roots
+    xp = array_api_compat.array_namespace(found)
+    if bool(xp.any(xp.isinf(found) & xp.isfinite(rows))):
+        raise ValueError(f"K times the roots of weights leaves the range of {found.dtype}; expected K scaled down")
     return found
 
 

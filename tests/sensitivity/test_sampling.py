@@ -222,6 +222,16 @@ def test_rows_of_other_libraries() -> None:
     assert held.indices.tolist() == sample.indices.tolist()
 
 
+@pytest.mark.parametrize("library", ["numpy", "sparse", "torch"])
+def test_rows_times_weights_stay_finite(library: str) -> None:
+    K = 1e308 * np.eye(3).repeat(4, axis=0)
+    sample = levattn.sample_rows(K, 3, rng=0)
+    made = strategies.csr(K) if library == "sparse" else stored(K, library)
+    with pytest.raises(ValueError, match="K times the roots of weights leaves the range"):
+        sample.rows(made)
+    assert math.isfinite(sample.rows(made / 100).sum())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -63,6 +63,36 @@ def test_more_columns_than_are_factored() -> None:
     assert distortion_of(OSNAP(1200), K) <= found.distortion < 20
 
 
+@pytest.mark.parametrize("method", ["srht", "osnap", "countsketch", "jl"])
+@pytest.mark.parametrize("power", [-135, 0, 122])
+def test_scores_are_those_of_multiples(method: str, power: int) -> None:
+    K = np.random.default_rng(0).integers(-16, 17, (300, 4)).astype(np.float32)
+    mask = np.arange(300) > 50
+    found = levattn.sketched_scores(np.ldexp(K, power), method, mask=mask)
+    expected = levattn.sketched_scores(K.astype(float), method, mask=mask)
+    for name in ("scores", "lower", "upper"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-4)
+    scores = levattn.leverage_scores(np.ldexp(K, power), method=method, mask=mask)
+    np.testing.assert_allclose(scores, expected.scores, rtol=1e-4)
+
+
+def test_a_sketch_that_cancels_keys_bounds_all_but_zero_and_masked_ones_by_1() -> None:
+    K = np.array([[3.0], [-3.0], [0.0], [5.0]])
+    method = next(
+        m for m in (CountSketch(1, seed=seed) for seed in range(9)) if not levattn.sketch.Sketch(m).apply(K[:2])
+    )
+    found = levattn.sketched_scores(K, method, mask=np.arange(4) < 3)
+    np.testing.assert_array_equal(found.scores, [1, 1, 0, 0])
+    np.testing.assert_array_equal(found.upper, [1, 1, 0, 0])
+    np.testing.assert_array_equal(levattn.leverage_scores(K, method=method, mask=np.arange(4) < 3), found.scores)
+
+
+def test_masked_keys_have_no_bound_above_0_where_no_number_bounds_scores() -> None:
+    K, mask = np.random.default_rng(0).standard_normal((9, 6)) * 1e-310, np.arange(9) % 2 == 0
+    found = levattn.sketched_scores(K, "srht", mask=mask)
+    np.testing.assert_array_equal(found.upper, mask)
+
+
 def test_batches_masks_weights_and_lost_directions() -> None:
     K = np.stack([TALL, TALL[::-1]]).astype(np.float32)
     mask, w = np.arange(600)[None] % 3 > 0, RNG.random(600)
