@@ -25,7 +25,7 @@ from levattn._core.arrays import (
     with_shape,
 )
 from levattn._core.checks import check_offsets, refuse_masked_tensor, shown
-from levattn._core.types import format_of
+from levattn._core.types import dtype_name, format_of
 from levattn._kernels import LatentArguments, kernels_for
 from levattn._kernels.latent import State
 from levattn.states import SoftmaxState
@@ -486,7 +486,7 @@ def is_double(name: str, array: Any) -> bool:
 def is_wide(array: Any) -> bool:
     """Tell whether an array is float64 by the name of its dtype, which torch's compiler can trace."""
     if isinstance(array, np.ndarray):
-        return bool(array.dtype == np.float64)
+        return dtype_name(array.dtype) == "float64"  # in any order of bytes
     return str(array.dtype).endswith("float64")
 
 

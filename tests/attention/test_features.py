@@ -73,6 +73,12 @@ def test_the_recurrence_keeps_the_power_of_its_input() -> None:
     np.testing.assert_array_equal(h[0], x[0])  # nothing decays at the start
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_fastest_decay_keeps_each_input_alone(dtype: Any) -> None:
+    x, largest = np.ones((5, 1), dtype), np.full(1, np.finfo(dtype).max, dtype)
+    np.testing.assert_array_equal(rg_lru(x, x, x, largest), rg_lru(x[:1], x[:1], x[:1], largest).repeat(5, 0))
+
+
 def test_wrong_arguments_are_named() -> None:
     x, w = np.zeros((2, 5, 3)), np.zeros((3, 4))
     for call, error, message in (

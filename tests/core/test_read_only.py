@@ -1,4 +1,4 @@
-"""Arrays that cannot be written: every public entry point reads them, by the same compiled code as plain arrays.
+"""Arrays that cannot be written, or of swapped bytes: every public entry point reads them as plain arrays.
 
 Inside: what was compiled is counted.
 """
@@ -71,9 +71,12 @@ ENTRIES: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
         lambda *x: attention.macchiato(*x[:3], x[3:], window=6),
     ),
     "tssa": (((3, N, 2), (3,)), attention.tssa),
+    "tssa, a number": (((3, N, 2),), lambda W: attention.tssa(W, 0.3)),
     "memberships": (((3, N, 2), (3,)), attention.memberships),
     "rg_lru": (((N, D), (N, D), (N, D), (D,)), attention.rg_lru),
     "causal_conv": (((N, D), (D, 3), (D,)), attention.causal_conv),
+    "rotate_values": (((N, D), (N,)), attention.rotate_values),
+    "fit_slots": (((N, D), (N, D), (N, 2)), lambda *x: attention.fit_slots(*x, 9).values),
     **{
         f"pruned_attention, {scores}": (
             ((2, N, D), (1, N, D), (1, N, 2)),
@@ -111,3 +114,10 @@ def test_arrays_that_cannot_be_written_are_read(name: str, kind: str) -> None:
     assert specializations.here() == compiled
     for array, plain in zip(given, arrays, strict=True):
         np.testing.assert_array_equal(array, plain)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_order_of_bytes_changes_no_bit(name: str) -> None:
+    arrays, function = _arrays(name), ENTRIES[name][1]
+    swapped = [array.astype(array.dtype.newbyteorder()) for array in arrays]
+    np.testing.assert_array_equal(np.asarray(function(*swapped)), np.asarray(function(*arrays)))

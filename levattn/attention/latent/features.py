@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from levattn._core.arrays import is_torch
 from levattn._core.checks import positive_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
+from levattn._core.types import dtype_name
 from levattn._kernels import kernels_for
 from levattn.attention.arguments import (
     cumulative,
@@ -124,7 +127,8 @@ def rg_lru(
     if before is not None:
         first = first & (before[:, C:] == 0)
     first = first[..., None]
-    log_a = -_POWER * _sigmoid(xp, Ga) * xp.logaddexp(speed, xp.zeros_like(speed))[:, None, :]
+    with np.errstate(over="ignore"):  # of a decay at once
+        log_a = -_POWER * _sigmoid(xp, Ga) * xp.logaddexp(speed, xp.zeros_like(speed))[:, None, :]
     a = xp.where(first, xp.zeros_like(log_a), xp.exp(log_a))
     share = xp.where(first, xp.ones_like(log_a), _root(xp, -xp.expm1(2 * log_a)))
     u = share * _sigmoid(xp, Gx) * X
@@ -388,5 +392,5 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
 
 
 def _is_real(array: Any) -> bool:
-    kind = str(array.dtype).rpartition(".")[2]  # by name, which torch's compiler can follow
+    kind = dtype_name(array.dtype)  # which torch's compiler can follow
     return "int" in kind or "float" in kind

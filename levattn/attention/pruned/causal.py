@@ -12,6 +12,7 @@ import numpy as np
 
 from levattn._core.arrays import is_torch
 from levattn._core.rooms import lent_room
+from levattn._core.types import dtype_name
 from levattn._kernels import PRUNING
 from levattn._kernels.pruned import PrunedArguments, RenewalArguments, Summaries, as_one_batch, mapped
 from levattn.attention.arguments import device_of, empty_output, namespace_of, without_gradient
@@ -343,8 +344,7 @@ def _parts(
 def _kinds(K: Any, V: Any, library: str | None = None) -> str:
     """Return a description of keys and values, of this library or of their own, for messages."""
     library = library or namespace_of(K).__name__.removeprefix("array_api_compat.")
-    dtype = str(K.dtype).rpartition(".")[2]
-    return f"{dtype} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
+    return f"{dtype_name(K.dtype)} of {library} with d = {K.shape[-1]} and D = {V.shape[-1]}"
 
 
 def _spread(

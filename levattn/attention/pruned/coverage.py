@@ -13,7 +13,7 @@ from levattn._core.checks import fraction, positive_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.random import as_seed
-from levattn._core.types import Float64
+from levattn._core.types import Float64, dtype_name
 from levattn.attention.arguments import dense_array, device_of, namespace_of, without_gradient
 from levattn.attention.latent.window import check_scale
 from levattn.attention.pruned.pruned import pruned_attention
@@ -234,16 +234,12 @@ def _rounding(Q: Any, K: Any, V: Any, dense: Any, options: dict[str, Any]) -> tu
             np.repeat(each, q.shape[-2] // each.shape[-2], axis=-2) if each.ndim > 1 else each for each in (key, value)
         )
     power = exponent_of(options["f"])
-    unit, step = _DIGITS["float64" if _name_of(dense.dtype) == "float64" else "float32"]
+    unit, step = _DIGITS["float64" if dtype_name(dense.dtype) == "float64" else "float32"]
     with np.errstate(over="ignore"):
         exponents = abs(check_scale(options["scale"], Q.shape[-1])) * q * key if power is None else power
         found = np.where(value > 0, unit * (64 + 8 * exponents) * value + step * (V.shape[-2] + 2) * V.shape[-1], 0.0)
     found = np.broadcast_to(found, tuple(dense.shape[:-1]))
     return found, np.zeros_like(found)
-
-
-def _name_of(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]
 
 
 def _float64(array: Any) -> Float64:
@@ -263,7 +259,7 @@ def _errors(pruned: Any, dense: Any, groups: int, rounding: Float64) -> Float64:
     mine, true = mine * unit[..., None], true * unit[..., None]
     size, apart = lengths(true), lengths(mine - true)
     rounding = rounding * unit
-    name = _name_of(dense.dtype)
+    name = dtype_name(dense.dtype)
     if name not in ("float64", "float32"):
         own, step = _DIGITS[name]
         rounding = np.where(rounding > 0, rounding + own * size + step * unit * true.shape[-1], 0.0)
