@@ -285,12 +285,16 @@ def dense_array(name: str, array: Any) -> Any:
     )
 
 
-def dense_arrays(given: dict[str, tuple[Any, str]]) -> list[Any]:
+def dense_arrays(given: dict[str, tuple[Any, str]], optional: tuple[str, ...] = ()) -> list[Any]:
     """Return the arrays of a call as dense arrays, or raise unless their shared sizes are equal.
 
-    A letter names each of the last axes of an array; axes with the same letter have equal sizes. None stays None.
+    A letter names each of the last axes of an array; axes with the same letter have equal sizes. None stays None for
+    `optional` arrays.
     """
-    arrays = {name: None if array is None else dense_array(name, array) for name, (array, _) in given.items()}
+    arrays = {
+        name: None if array is None and name in optional else dense_array(name, array)
+        for name, (array, _) in given.items()
+    }
     found = list(arrays.values())
     named = [(axes, array.shape) for array, (_, axes) in zip(found, given.values(), strict=True) if array is not None]
     if all(type(array) is np.ndarray for array in found) and _agree(tuple(named)):

@@ -286,6 +286,14 @@ WRONG_SEQUENCES: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize("name", [*LATTE, *WINDOWS, *MIXTURES, *MEMORIES])
+def test_arrays_that_are_missing_are_named(name: str) -> None:
+    arrays = ALL[name].arrays(6)
+    for place in range(len(arrays) - (name == "causal_conv")):  # whose bias may be missing
+        with pytest.raises(TypeError, match="is of type NoneType; expected a dense array"):
+            ALL[name].run(*(None if i == place else x for i, x in enumerate(arrays)))
+
+
 @pytest.mark.parametrize("name", [*LATTE, *WINDOWS, *MIXTURES, *MEMORIES, *FIRST[4:]])
 def test_wrong_masks_and_sequences_are_named(name: str) -> None:
     arrays = ALL[name].arrays(6)

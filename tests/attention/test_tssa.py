@@ -425,6 +425,7 @@ def test_bad_arguments_are_named(name: str) -> None:
         ((np.ones((3, 5, 4), np.int64),), TypeError, "W has dtype int64"),
         ((np.ones((0, 5, 4)),), ValueError, "expected at least one head"),
         ((tokens(33), np.ones(2)), ValueError, r"temperature has shape \(2,\); expected h = 3"),
+        ((tokens(33), 10**400), ValueError, "temperature is 10+; expected a number in the range of float64"),
         ((tokens(33), float("nan")), ValueError, "temperature is nan"),
     ],
 )

@@ -82,6 +82,7 @@ def test_wrong_arguments_are_named() -> None:
     for call, error, message in (
         (lambda: rotate_values(V[..., :3], np.arange(5)), ValueError, r"V has shape \(2, 5, 3\); expected .* even D"),
         (lambda: rotate_values(V[0, 0], np.arange(5)), ValueError, "V has shape"),
+        (lambda: rotate_values(V[0, 0, 0], np.arange(5)), ValueError, r"V has shape \(\)"),
         (lambda: rotate_values(V, np.arange(4)), ValueError, r"positions has shape \(4,\); expected \(..., 5\)"),
         (lambda: rotate_values(V, 3), TypeError, "positions is of type int"),
         (lambda: rotate_values(V, np.zeros((3, 5))), ValueError, "expected leading axes that broadcast"),

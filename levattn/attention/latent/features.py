@@ -215,7 +215,7 @@ def causal_conv(
     >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
     array([0., 1., 1., 1., 1.])
     """
-    x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")})
+    x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")}, ("bias",))
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
     given = stack_arguments(arguments, like="x", mask=(mask, T))
@@ -358,8 +358,8 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     True
     """
     V = dense_array("V", V)
-    D = V.shape[-1]
-    if V.ndim < 2 or not D or D % 2:
+    D = V.shape[-1] if V.ndim > 1 else 0
+    if not D or D % 2:
         raise ValueError(f"V has shape {tuple(V.shape)}; expected (..., T, D) with an even D, whose halves are pairs")
     base = positive_number("base", base)
     given = stack_arguments({"V": (V, 2)}, like="V")

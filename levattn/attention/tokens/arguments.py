@@ -178,7 +178,8 @@ def _checked(W: Any, temperature: Any, form: Form, causal: Any, mask: Any, offse
             "temperature": (_temperatures(temperature, W), "h"),
             "membership": (own, "hT"),
             "bias": (bias, "hT"),
-        }
+        },
+        ("membership", "bias"),
     )
     h, T, d = W.shape[-3:]
     if bias is not None:  # multiplied before it is repeated along the batch
@@ -247,7 +248,7 @@ def check_form(name: str, normalize: Any, causal: bool, bias: Any) -> None:
         raise ValueError(
             f"membership is {name!r}; expected one of {', '.join(map(repr, MEMBERSHIPS))}, an array, or a TokenForm"
         )
-    if normalize not in ("sum", "mean"):
+    if not isinstance(normalize, str) or normalize not in ("sum", "mean"):
         raise ValueError(f"normalize is {normalize!r}; expected 'sum' or 'mean'")
     if normalize == "mean" and name not in ("diag_leverage", "leverage"):
         raise ValueError(
@@ -267,6 +268,8 @@ def _temperatures(temperature: Any, W: Any) -> Any:
     """Return temperatures as an array with an axis of heads, in the library of W."""
     h = W.shape[-3]
     if isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool):
+        if isinstance(temperature, int) and abs(temperature) > sys.float_info.max:
+            raise ValueError(f"temperature is {temperature}; expected a number in the range of float64")
         if not -math.inf < float(temperature) < math.inf:  # which torch's compiler can trace
             raise ValueError(f"temperature is {temperature!r}; expected a finite number")
         xp = namespace_of(W)
