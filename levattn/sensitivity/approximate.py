@@ -171,9 +171,13 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
     found, _ = factor.scores(as_float64=True, member=False)
     scores = to_numpy(found).astype(np.float64)
     short, over = (0.0, 0.0) if right is None else projection_spread(right.size, 2 * n * b)  # with half of `FAILURE`
+    least = 4 * d * np.where(np.array(factor.arithmetic) == "single", 2.0**-126, 2.0**-1022)[:, None]
+    faint = (scores < least) & (True if rows.mask is None else to_numpy(rows.mask))  # squares may have underflowed
+    for item in np.flatnonzero(faint.any(axis=1)).tolist():
+        faint[item] &= nonzero_rows(rows.item(item))
     slack = 4 * factor.score_error[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        upper = np.fmin(scores * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
+        upper = np.fmin(np.where(faint, least, scores) * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
         lower = np.fmin(np.nan_to_num(scores * np.maximum(1 - slack, 0.0) / (ends[:, 1:] * (1 + over))), upper)
     lower[np.isinf(scores)] = 0.0  # outside the row space of the sketch, where it bounds from neither side
     for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured

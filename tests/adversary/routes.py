@@ -194,6 +194,22 @@ def sketched(K, epsilon, mask, seed, method, recheck):
     return found.rechecked(K) if recheck else found
 
 
+def score_bounds(K, mask, seed, method):
+    return levattn.sketched_scores(K, seeded(method, seed, *K.shape), mask=mask)
+
+
+def judge_bounds(case: Case, truth: Truth, result: Any) -> Iterator[Breach]:
+    """Scores lie between their bounds, and rows that are left out have none above 0."""
+    lower, upper = (np.asarray(part, np.float64) for part in (result.lower, result.upper))
+    low = upper < truth.scores * (1 - promises.TIE) - 1e-300
+    high = lower > truth.scores * (1 + promises.TIE) + 1e-300
+    for name, wrong, bound in (("upper bound too low", low, upper), ("lower bound too high", high, lower)):
+        if wrong.any():
+            yield Breach(name, str(truth.scores[wrong][:3].tolist()), str(bound[wrong][:3].tolist()))
+    if case.mask is not None and upper[~case.mask].any():
+        yield Breach("bound of a masked row", "0", str(upper[~case.mask].max()))
+
+
 def in_threads(K, epsilon, mask):
     found = []
     for threads in (1, 2, 3):
@@ -890,6 +906,10 @@ ROUTES: dict[str, Route] = {
         *(
             Route(f"sketch {m}{' recheck' * r}", sketched, judge_set, (turn(i, 5),), (("method", m), ("recheck", r)))
             for i, (m, r) in enumerate(_SKETCHES)
+        ),
+        *(
+            Route(f"bounds {m}", score_bounds, judge_bounds, (turn(i, 2 * len(_SKETCHED)),), (("method", m),))
+            for i, m in enumerate(_SKETCHED)
         ),
         Route("stream", streamed, judge_stream),
         Route("stream in chunks", in_chunks, judge_stream, (turn(0, 2),)),
