@@ -179,7 +179,7 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
     with np.errstate(divide="ignore", invalid="ignore"):
         upper = np.fmin(np.where(faint, least, scores) * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
         lower = np.fmin(np.nan_to_num(scores * np.maximum(1 - slack, 0.0) / (ends[:, 1:] * (1 + over))), upper)
-    lower[np.isinf(scores)] = 0.0  # outside the row space of the sketch, where it bounds from neither side
+    lower[faint | np.isinf(scores)] = 0.0  # or outside the row space of the sketch, where it bounds from neither side
     for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured
         if exact is not None:
             hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]

@@ -79,9 +79,9 @@ def test_scores_are_those_of_multiples(method: str, power: int) -> None:
 @pytest.mark.parametrize("method", ["osnap", "jl"])
 def test_scores_below_the_range_of_their_products_have_bounds(method: str) -> None:
     K = np.array([[1.0, 0.0], [1e-28, 1e-28], [0.0, 0.0], [0.0, 1.0]], np.float32)
-    upper = levattn.sketched_scores(K, method).upper
-    assert 1e-56 < upper[1] < 1e-30
-    assert upper[2] == 0
+    found = levattn.sketched_scores(K, method)
+    assert 1e-56 < found.upper[1] < 1e-30
+    assert found.lower[1] == found.upper[2] == 0
 
 
 def test_a_sketch_that_cancels_keys_bounds_all_but_zero_and_masked_ones_by_1() -> None:
