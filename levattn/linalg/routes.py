@@ -286,7 +286,10 @@ class _Batch:
             return
         found = factor_moments(less, single="no").forget_keys()
         if one.scale is not None:  # as the keys are read
-            found = replace(found, rows=found.rows.scaled(one.scale))
+            with np.errstate(over="ignore", under="ignore"):
+                found = replace(found, rows=found.rows.scaled(one.scale))
+            if found.rows.scale is not None and not (np.isfinite(found.rows.scale) & (found.rows.scale > 0)).all():
+                return
         if found.rank[0] == rank and found.error[0] <= _FINE_ERROR:
             self.shortened[item] = found
 
