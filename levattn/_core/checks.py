@@ -29,6 +29,13 @@ def check_type(name: str, value: Any, kind: Any, expected: str) -> None:
         raise TypeError(f"{name} is of type {type(value).__name__}; expected {expected}")
 
 
+def check_bool(**given: Any) -> None:
+    """Raise TypeError unless arguments, by their names, are True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name} is {value!r:.60}; expected True or False")
+
+
 def batch_of(batch: Any) -> tuple[int, ...]:
     """Return the sizes of a batch, or raise."""
     if not isinstance(batch, tuple | list):

@@ -17,7 +17,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import check_type, needing
+from levattn._core.checks import check_bool, check_type, needing
 from levattn._core.random import as_seed
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
@@ -300,8 +300,7 @@ def query_moments(Q: Any, /, *, mean: bool = False, client: Any = None) -> Any:
     True
     """
     _require_dask()
-    if not isinstance(mean, bool | np.bool_):
-        raise TypeError(f"mean is {mean!r}; expected True or False")
+    check_bool(mean=mean)
     Q = _in_row_chunks(Q, "Q")
     if mean:
         Q = Q.map_blocks(_with_ones, dtype=Q.dtype, chunks=(*Q.chunks[:-1], (Q.shape[-1] + 1,)))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_float64
-from levattn._core.checks import check_type, needing
+from levattn._core.checks import check_bool, check_type, needing
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import pack, unpack
 from levattn._kernels import BLOCK
@@ -258,6 +258,7 @@ def softmax_state(state: SoftmaxState, /, *, before: bool = False, group: Any = 
     def mine() -> tuple[_Fields, _Arrays]:
         check_type("state", state, SoftmaxState, "SoftmaxState")
         sizes = [state.latents, state.d, list(state.batch)]
+        check_bool(before=before)
         return {"sizes": sizes, "before": bool(before)}, {"state": np.frombuffer(state.to_bytes(), np.uint8)}
 
     told = ranks.together("Softmax", mine)

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 
-from levattn._core.checks import check_type, fraction, positive_number, whole_number
+from levattn._core.checks import check_bool, check_type, fraction, positive_number, whole_number
 from levattn.attention import Window, latte, macchiato, rotate_values
 from levattn.attention.latent.window import window_of
 from levattn.nn.base import RGLRU, Cache, CausalConv, Recurrent, check_sequences, projection, split_in_heads
@@ -237,6 +237,7 @@ class Latte(LatentLayer[LatteCache]):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        check_bool(causal=causal)
         super().__init__()
         self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from levattn._core.checks import check_type
+from levattn._core.checks import check_bool, check_type
 from levattn._kernels.tensors import has_tangent
 from levattn.attention import PrunedState, Selection, causal_pruned_attention, pruned_attention
 from levattn.attention.pruned.selection import exponent_of, rule_of, selection_for_models
@@ -53,8 +53,7 @@ def set_dense(model: Any, dense: bool = True) -> None:
     False
     """
     check_type("model", model, torch.nn.Module, "a torch.nn.Module")
-    if not isinstance(dense, bool):
-        raise TypeError(f"dense is {dense!r}; expected True or False")
+    check_bool(dense=dense)
     layers = [module for module in model.modules() if isinstance(module, Prunable)]
     if not layers:
         raise ValueError(f"model is a {type(model).__name__} without a LevAttention layer; expected at least one")
@@ -188,6 +187,7 @@ class LevAttention(Prunable, Layer[LevAttentionCache]):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        check_bool(causal=causal, bias=bias, out_bias=out_bias)
         super().__init__()
         self.dim, self.heads, self.kv_heads = split_in_heads(dim, heads, kv_heads)
         self.head_dim = self.dim // self.heads

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from levattn._core.checks import check_type, positive_number, whole_number
+from levattn._core.checks import check_bool, check_type, positive_number, whole_number
 from levattn._kernels.tensors import hidden_by
 from levattn.attention.arguments import compiling, cumulative, untraced
 from levattn.attention.tokens.arguments import MEMBERSHIPS, TokenForm, check_form, decay_rates, form_of
@@ -229,6 +229,7 @@ class TokenStatistics(Recurrent[TokenStatisticsCache]):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
+        check_bool(causal=causal, bias=bias, out_bias=out_bias)
         super().__init__()
         self.dim, self.heads, _ = split_in_heads(dim, heads)
         self.head_dim, self.causal = self.dim // self.heads, bool(causal)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_device, to_numpy
-from levattn._core.checks import real_number, whole_number
+from levattn._core.checks import check_bool, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64
@@ -118,8 +118,6 @@ def _among(factor: Factor, matrices: Matrices, places: npt.NDArray[np.int64]) ->
 
 def rows_of(matrices: Matrices, center: Any) -> Rows:
     """Return the keys that take part, minus their mean if `center`."""
-    if not isinstance(center, bool | np.bool_):
-        raise TypeError(f"center is {center!r}; expected True or False")
     rows = Rows.of(matrices)
     return centered(rows) if center else rows
 
@@ -301,7 +299,7 @@ def leverage_scores(
     approximate = check_method(method)
     source = as_source(K)
     if source is not None:
-        plain = not center and all(option is None for option in (rank, mask, rtol))
+        plain = not np.any(center) and all(option is None for option in (rank, mask, rtol))
         if method in SCANNED and plain and not source.sparse and not ridge_of(ridge, relative_ridge):
             return scores_of_chunks(source.times_roots(weights), str(method))
         if not isinstance(K, KeySource):
@@ -376,6 +374,7 @@ def _warn_of_ones(scores: Any, counted: Flags, matrices: Matrices, rank: Any, st
 
 def read_keys(K: Any, mask: Any, weights: Any, center: Any) -> tuple[Matrices, Float64 | None, int]:
     """Return the keys that take part, the roots of their weights over a power of two, and that power."""
+    check_bool(center=center)
     if weights is not None and center:
         raise ValueError(
             "weights are given and center is True; expected one of both. For scores of keys less their weighted mean "

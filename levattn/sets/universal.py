@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_float64, to_numpy
-from levattn._core.checks import TIE, check_epsilon, whole_number
+from levattn._core.checks import TIE, check_bool, check_epsilon, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
 from levattn._kernels import SELECT, Rows
@@ -329,6 +329,7 @@ def universal_set(
     >>> levattn.universal_set(K, 0.1).indices
     array([10, 20, 30])
     """
+    check_bool(center=center)
     function = as_function(f)
     square = is_square(function)
     approximate = square and check_method(method)

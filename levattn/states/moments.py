@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, named_numpy, to_numpy, with_shape
-from levattn._core.checks import batch_of, check_type, whole_number
+from levattn._core.checks import batch_of, check_bool, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, locked, locked_with, shaped, twin, whole
 from levattn._core.types import Float64
@@ -79,6 +79,7 @@ class Moments(StoredState, name="Moments", version=2):
     def __init__(self, d: int, batch: tuple[int, ...] = (), *, diagonal: bool = False, decay: Any = 1.0) -> None:
         self.d = whole_number("d", d, 1)
         self.batch = batch_of(batch)
+        check_bool(diagonal=diagonal)
         self.diagonal = bool(diagonal)
         self.decay = _rates(decay, self.batch)
         self.count: npt.NDArray[np.int64] = np.zeros(self.batch, np.int64)

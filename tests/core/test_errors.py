@@ -19,8 +19,9 @@ import pytest
 
 import levattn
 import strategies
-from levattn import exceptions
+from levattn import attention, exceptions
 from levattn.sketch import OSNAP, SignJL, Sketch
+from levattn.states import Moments
 from strategies import STORAGE, as_bool, as_float64, stores
 
 needs_torch = pytest.mark.skipif(not strategies.HAS_TORCH, reason="no torch")
@@ -462,3 +463,40 @@ def test_a_zero_query_has_no_attention() -> None:
     output, bound = heavy.apply(np.ones((12, 2)), compensate="mean")
     assert not np.any(output[0])
     assert bound[0] < 1e-12
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+X = np.ones((4, 2))
+FLAGGED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "latte": (partial(attention.latte, X, X, X), ("causal", "return_state")),
+    "macchiato": (partial(attention.macchiato, X, X, X, (X, X, X[:, 0]), 2), ("return_state",)),
+    "rg_lru": (partial(attention.rg_lru, X, X, X, X[0]), ("return_state",)),
+    "causal_conv": (partial(attention.causal_conv, X, X[:2]), ("return_state",)),
+    "rotate_values": (partial(attention.rotate_values, X, np.arange(4)), ("inverse",)),
+    "tssa": (partial(attention.tssa, X[None], 1.0), ("causal", "return_state")),
+    "memberships": (partial(attention.memberships, X[None]), ("causal",)),
+    "pruned_attention": (partial(attention.pruned_attention, X, X, X, 2), ("return_certificate",)),
+    "causal_pruned_attention": (
+        partial(attention.causal_pruned_attention, X, X, X, 2),
+        ("return_state", "return_certificate"),
+    ),
+    "Selection.slots": (partial(attention.Selection(8).slots, 100), ("causal",)),
+    "Moments": (partial(Moments, 2), ("diagonal",)),
+    "leverage_scores": (partial(levattn.leverage_scores, X), ("center",)),
+    "universal_set": (partial(levattn.universal_set, X, 0.5), ("center",)),
+    "universal_set of chunks": (partial(levattn.universal_set, lambda: iter([X]), 0.5), ("center",)),
+    "sketched_scores": (partial(levattn.sketched_scores, X), ("center",)),
+    "coherence": (partial(levattn.coherence, X), ("center",)),
+    "effective_dimension": (partial(levattn.effective_dimension, X), ("center",)),
+}
+
+
+@pytest.mark.parametrize("name", FLAGGED)
+def test_a_flag_is_true_or_false(name: str) -> None:
+    call, flags = FLAGGED[name]
+    for flag in flags:
+        for wrong in ("False", 0, None, np.array([True, False])):
+            with pytest.raises(TypeError, match=f"^{flag} is .*; expected True or False"):
+                call(**{flag: wrong})
+        call(**{flag: np.bool_(False)})

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from levattn._core.arrays import is_torch
-from levattn._core.checks import positive_number
+from levattn._core.checks import check_bool, positive_number
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.types import dtype_name
@@ -105,6 +105,7 @@ def rg_lru(
     >>> np.allclose(np.concatenate([h, rest]), rg_lru(x, x, x, np.zeros(3)))
     True
     """
+    check_bool(return_state=return_state)
     x, gate_x, gate_a, a_param = dense_arrays(
         {"x": (x, "TC"), "gate_x": (gate_x, "TC"), "gate_a": (gate_a, "TC"), "a_param": (a_param, "C")}
     )
@@ -215,6 +216,7 @@ def causal_conv(
     >>> causal_conv(np.arange(5.0)[:, None], np.array([[-1.0, 1.0]])).ravel()  # differences
     array([0., 1., 1., 1., 1.])
     """
+    check_bool(return_state=return_state)
     x, weight, bias = dense_arrays({"x": (x, "TC"), "weight": (weight, "Ck"), "bias": (bias, "C")}, ("bias",))
     T, width = x.shape[-2], weight.shape[-1]
     arguments = {"x": (x, 2), "weight": (weight, 2), "bias": (bias, 1), "state": (state, 2)}
@@ -357,6 +359,7 @@ def rotate_values(V: Any, positions: Any, /, *, base: float = 10000.0, inverse: 
     >>> np.allclose(vapor(np.arange(50)), vapor(np.arange(50) + 10_000_000))
     True
     """
+    check_bool(inverse=inverse)
     V = dense_array("V", V)
     D = V.shape[-1] if V.ndim > 1 else 0
     if not D or D % 2:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from levattn._core.arrays import is_torch, on_cuda
+from levattn._core.checks import check_bool
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
@@ -238,6 +239,7 @@ def latte(
     >>> np.allclose(latte(Q[60:], K[60:], V[60:], state=state), Y[60:])
     True
     """
+    check_bool(causal=causal, return_state=return_state)
     (Q, K, V), tensors = plain_arrays(q_logits, k_logits, V)
     arrays = Q, K, V
     if mask is None and offsets is None and state is None and not return_state:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import to_device, to_numpy
+from levattn._core.checks import check_bool
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._core.types import Float64
@@ -207,6 +208,7 @@ def macchiato(
     >>> np.allclose(macchiato(*tail[:3], tail[3:], window, state=state), Y[299:])
     True
     """
+    check_bool(return_state=return_state)
     window = window_of(window)
     size, overlap = window.size, window.overlap
     q_logits, k_logits, gate = _three(logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any, Literal
 
+from levattn._core.checks import check_bool
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn.attention.arguments import check_sizes, dense_array, reads_numbers
@@ -137,6 +138,7 @@ def pruned_attention(
     >>> np.allclose(pruned_attention(Q, K, V, 1.0), dense)
     True
     """
+    check_bool(return_certificate=return_certificate)
     selection = as_selection(selection)
     power = exponent_of(f)
     Q, K, V, heads = sized(Q, K, V)
@@ -255,6 +257,7 @@ def causal_pruned_attention(
     >>> np.allclose(np.concatenate([first, second], axis=1), Y)
     True
     """
+    check_bool(return_state=return_state, return_certificate=return_certificate)
     call, rule, factor, state = _causal_call(Q, K, V, selection, (f, scale, mask), return_state, return_certificate)
     with call.full_precision():
         return causal_attention(call, rule, factor, state, return_state, return_certificate)

@@ -14,7 +14,7 @@ import numpy as np
 
 from levattn._core.arrays import is_torch, on_cuda
 from levattn._core.cached import cached_property
-from levattn._core.checks import check_epsilon, whole_number
+from levattn._core.checks import check_bool, check_epsilon, whole_number
 from levattn.attention.arguments import namespace_of
 from levattn.attention.pruned.baselines import BASELINES, asks_queries, baseline_of
 from levattn.exceptions import NonFiniteError
@@ -305,6 +305,7 @@ class Selection:
         >>> Selection(64).slots(1000, causal=True)
         Slots(selected=8, summaries=4, window=32, sinks=4, chunk=16)
         """
+        check_bool(causal=causal)
         return slots_for(self, whole_number("n", n, 0), causal=causal)
 
 

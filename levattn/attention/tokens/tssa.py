@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from levattn._core.arrays import is_torch
+from levattn._core.checks import check_bool
 from levattn._core.device import where_arrays_are
 from levattn._core.jax import by_numpy
 from levattn._kernels import kernels_for
@@ -152,6 +153,7 @@ def tssa(
     >>> np.allclose(paper[:, -1], tssa(W, 0.5, form="norm", causal=False)[:, -1])
     True
     """
+    check_bool(causal=causal, return_state=return_state)
     return answer(W, temperature, form_of(form), causal, mask, offsets, state, return_state)
 
 
@@ -207,6 +209,7 @@ def memberships(
     >>> np.allclose(memberships(W).sum(axis=0), 1)
     True
     """
+    check_bool(causal=causal)
     call = entered(checked_call(W, temperature, form_of(form), causal, mask, offsets, state), reads=False)
     x = call.x
     found = kernels_for("tokens", x.W).memberships(x)
