@@ -460,7 +460,7 @@ class Factor:
 
         Both bound the scores from above, which add up to no more than the rank.
         """
-        if int((out[item, :] == 1).sum()) > self.columns:
+        if np.count_nonzero(to_numpy(out[item, :] == 1)) > self.columns:
             scores = self._at_exact_rank(item, 1.0)
             if scores is not None:
                 xp = array_namespace(out)

@@ -350,25 +350,25 @@ def scores_of_chunks(source: Source, method: str, progress: Any = None, path: An
     checkpoint = Checkpoint.checked(path, None, {"scores": method, **source.job})
     found = two_passes(source, None, progress, checkpoint, single=method == "auto", numerical=True)
     checkpoint.remove()
-    _warn_of_ones(found.scores, found.counted, found.example, found.factor.rank, stacklevel=5)
+    _warn_of_ones(found.scores, found.counted, found.example, found.factor.rank, chunks=True)
     return found.example.wrap(found.scores)
 
 
-def _warn_of_ones(scores: Any, counted: Flags, matrices: Matrices, rank: Any, stacklevel: int = 4) -> None:
+def _warn_of_ones(scores: Any, counted: Flags, matrices: Matrices, rank: Any, *, chunks: bool = False) -> None:
     """Warn of matrices of which more keys count as 1 than they have columns: scores add up to the rank at most."""
     if not counted.any():
         return
-    ones, batch, columns = to_numpy((scores == 1).sum(1)), matrices.batch, matrices.d
+    ones, batch, columns = to_numpy(scores == 1).sum(axis=1), matrices.batch, matrices.d
     many = np.flatnonzero(counted & (ones > columns))
     if len(many):
         first = int(many[0])
         place = f" at {tuple(map(int, np.unravel_index(first, batch)))} of the batch" if batch else ""
         warnings.warn(
             f"K{place} is rank-deficient up to rounding (numerical rank {rank[first]} of {columns} columns), so that "
-            f"{ones[first]} keys count as 1. Leave keys out that are many times as long as the others, or multiply K "
-            "by an orthonormal basis of its row space",
+            f"{ones[first]} keys count as 1. {'Give the keys in memory, or leave' if chunks else 'Leave'} keys out "
+            "that are many times as long as the others, or multiply K by an orthonormal basis of its row space",
             RankWarning,
-            stacklevel=stacklevel,
+            stacklevel=4 + chunks,
         )
 
 

@@ -189,7 +189,10 @@ class RowSample:
             sample has no keys, or weights or their products with K leave the range of its dtype.
         """
         p = positive_number("p", p)
-        root = self.weights ** (1 / p)
+        with np.errstate(over="ignore"):
+            root = self.weights ** (1 / p)
+        if not np.isfinite(root).all():
+            raise ValueError(f"p is {p:g}, for which roots of weights exceed all numbers; expected a larger p")
         if K is None:
             if self.keys is None:
                 raise ValueError("K is left out, and this sample is of an array; expected that array")

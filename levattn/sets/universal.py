@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_float64, to_numpy
+from levattn._core.arrays import Matrices, array_namespace, as_matrices, to_device, to_float64, to_numpy
 from levattn._core.checks import TIE, check_bool, check_epsilon, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.types import Float64
@@ -97,10 +97,11 @@ def rescored_all(
     starts: npt.NDArray[np.int64],
     rows: Any,
     weights: Float64 | None = None,
+    above: dict[int, Float64] | None = None,
 ) -> Float64:
     """Return the scores of the listed keys of every matrix, computed in float64, one after the other.
 
-    weights: (b, n) the roots of the weights of all keys.
+    weights: (b, n) the roots of the weights of all keys. above: bounds of the scores of some matrices.
     """
     keys, there = SELECT.stacked(matrices.data, starts, rows)
     taken = None
@@ -110,6 +111,9 @@ def rescored_all(
             taken[item, : stop - start] = weights[item, listed[start:stop]]
     found, _ = factor.exactly().on(Rows(keys, matrices.format, there, weights=taken)).scores(as_float64=True)
     scores = to_numpy(found)
+    for item, bounds in (above or {}).items():
+        start, stop = starts[item : item + 2].tolist()
+        scores[item, : stop - start] = np.minimum(scores[item, : stop - start], bounds[to_numpy(rows)[start:stop]])
     return np.asarray(scores[np.arange(scores.shape[1]) < (starts[1:] - starts[:-1])[:, None]])
 
 
@@ -527,12 +531,17 @@ def _exact(matrices: Matrices, asked: _Asked, weights: Any = None) -> UniversalS
     epsilon = asked.epsilon
     matrices, roots, power = weighted(matrices, weights)
     factor = factorize(matrices, method=asked.method, center=asked.center, single="scores", weights=roots)
+    above: dict[int, Float64] = {}
+    if roots is not None:
+        factor, above = _of_rounded(factor, matrices, asked, roots)
+    found, counted = factor.scores()
+    for item, bounds in above.items():
+        found[item, :] = to_device(np.minimum(to_numpy(found[item, :]), bounds).astype(found.dtype), found)
     if roots is not None:
         factor, roots = _of_weighted(factor, roots, power)
-    found, counted = factor.scores()
     scores = SELECT.held(found)
     present = None if matrices.mask is None else SELECT.held(matrices.mask)
-    rescore = partial(rescored_all, factor, matrices, weights=roots)
+    rescore = partial(rescored_all, factor, matrices, weights=roots, above=above)
     left = None
     if epsilon is not None:
         chosen, doubt = at_least(factor, scores, present, epsilon, rescore)
@@ -550,6 +559,35 @@ def _exact(matrices: Matrices, asked: _Asked, weights: Any = None) -> UniversalS
         total_bound=_total(factor, found, counted),
         present=present,
     )
+
+
+def _of_rounded(
+    factor: Factor, matrices: Matrices, asked: _Asked, roots: Float64
+) -> tuple[Factor, dict[int, Float64]]:
+    """Return a factor of keys times roots (b, n) that knows nothing of rounded products, and bounds of scores.
+
+    To round products changes the directions below the numerical rank of a matrix. Weights v of which all roots are
+    powers of two, v ≤ w < 4 v, have products without rounding, and a smaller moment. So the scores with v, times w/v,
+    are bounds.
+    """
+    powers = np.ldexp(1.0, np.frexp(roots)[1] - 1)
+    rounded = [item for item in factor.hidden if (roots[item] != powers[item]).any()]
+    if not rounded:
+        return factor, {}
+    scores = factorize(matrices, method=asked.method, center=asked.center, single="no", weights=powers).scores()[0]
+    bounds = to_numpy(scores).astype(np.float64) * (roots / powers) ** 2 * (1 + _ROUNDED)
+    hidden, shortened = factor.hidden | dict.fromkeys(rounded), dict(factor.shortened)
+    for item in shortened.keys() & set(rounded):
+        one = shortened[item]
+        shortened[item] = replace(one, error=one.error + 2 * UNIT * one.condition)
+        if not shortened[item].error[0] <= _SURE:
+            del shortened[item]
+    factor = replace(factor, hidden=hidden, shortened=shortened)
+    return factor, {item: np.minimum(bounds[item], 1.0) for item in rounded}
+
+
+_ROUNDED = 2.0**-22  # what scores of float32 keys may be too small by
+_SURE = 2.0**-7  # relative error of scores from which a factor of shortened keys is no use
 
 
 def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Float64]:

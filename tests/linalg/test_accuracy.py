@@ -142,6 +142,12 @@ def test_keys_beside_far_longer_ones(longer: float, method: str, storage: str) -
         np.testing.assert_allclose(as_float64(scores), exact, rtol=bar, atol=1e-12)
 
 
+@stores("float64", "strict-float64")
+def test_two_keys_of_which_one_hides_the_other(storage: str) -> None:
+    keys = STORAGE[storage](np.array([[1e18, 3e17], [0.0, 1.0]]))
+    np.testing.assert_allclose(as_float64(levattn.leverage_scores(keys)), 1, rtol=1e-9)
+
+
 def test_scores_that_add_up_to_more_than_the_rank_warn() -> None:
     keys = _rng("far").standard_normal((5000, 6))
     keys[7] *= 1e25

@@ -70,6 +70,36 @@ def test_weights_change_no_score_beside_far_longer_keys(weight: float, longer: f
         np.testing.assert_allclose(scores, exact, rtol=1e-7, atol=1e-12)  # raised by four times their error
 
 
+def exact_with(K: Float, w: Float) -> Float:
+    """Scores with weights, in fractions: of K with each key as often as its weight says."""
+    times = w.astype(np.int64)
+    return naive.leverage_exact(np.repeat(K, times, axis=0))[np.cumsum(times) - times] * times
+
+
+@pytest.mark.parametrize("method", ["auto", "qr", "svd"])
+@pytest.mark.parametrize("kind", ["rank 2 by the rounding of x / 3", "a far longer key"])
+def test_rounded_products_with_roots_of_weights_lose_no_key(kind: str, method: str) -> None:
+    x, w = np.array([1.0, 2, 5, 7, 11, 13, 17, 19]), np.array([1.0, 2, 3, 1, 2, 3, 1, 2])
+    K = np.stack([x, np.sqrt(x) if kind == "a far longer key" else x / 3], axis=1)
+    K[0] *= 1e25 if kind == "a far longer key" else 1
+    exact = exact_with(K, w)
+    for factor in (1.0, 2.0**-31, 5.0):
+        found = levattn.universal_set(K, 0.3, weights=w * factor, method=method)
+        assert found.mask[exact >= 0.3].all()
+        assert (found.scores >= exact * (1 - 1e-9)).all()
+        some = levattn.universal_set(K, size=3, weights=w * factor, method=method)
+        assert exact[~some.mask].max() <= some.epsilon * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("weight", [1e-200, 1e-90, 1e84, 1e100])
+def test_large_and_small_weights_of_short_types(weight: float, dtype: Any) -> None:
+    K = RNG.standard_normal((100, 3)).astype(dtype)
+    for stored in (K, strategies.csr(K.astype(np.float32))):
+        found = levattn.universal_set(stored, 0.05, weights=np.full(100, weight))
+        np.testing.assert_allclose(found.scores, naive.leverage_exact(K.astype(np.float64)), rtol=1e-6)
+
+
 @pytest.mark.parametrize("method", ["auto", "qr"])
 @pytest.mark.parametrize(
     ("K", "weights"),

@@ -94,7 +94,7 @@ class FigureSums:
         captured, captured_margin = self._ratio("captured", "weight")
         square, margin = self._ratio("error", "norm")
         if square is None and captured is not None and self.sums[FIGURES.index("error")] == 0:
-            square = margin = 0.0  # a head without values, whose zeros are right
+            square, margin = 0.0, captured_margin and 0.0  # a head without values, whose zeros are right
         error = None if square is None else math.sqrt(square)
         return {
             "queries": int(self.sums[0]),
