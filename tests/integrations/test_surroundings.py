@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -180,6 +181,26 @@ def test_a_picture_in_a_question_with_beams_is_refused() -> None:
     assert torch.equal(cache.ask(model, QUESTION, **GREEDY), wanted)
 
 
+def answered_beside(one: Any, other: Any, model: Any) -> list[Any]:
+    """Answers of two caches; the second is asked while the first one answers, and begins after it."""
+    found: list[Any] = []
+    begun = Event()
+
+    def asked(cache: Any, rows: int, meanwhile: Callable[[], Any]) -> Any:
+        def stops(ids: Any, scores: Any, **_: Any) -> Any:
+            meanwhile()
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        criteria = transformers.StoppingCriteriaList([stops])
+        return cache.ask(model, QUESTION.expand(rows, -1), stopping_criteria=criteria, **GREEDY)
+
+    aside = Thread(target=lambda: found.append(asked(other, 1, begun.set)))
+    first = asked(one, 2, lambda: begun.wait(0.03) if aside.ident else aside.start())
+    assert not begun.is_set()  # the model has one count for all threads
+    aside.join()
+    return [first, *found]
+
+
 @pytest.mark.skipif(transformers.__version__ < "5", reason="models count positions otherwise there")
 def test_positions_after_a_picture_are_those_of_the_cache_that_read_it(tmp_path: Path) -> None:
     rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -205,6 +226,9 @@ def test_positions_after_a_picture_are_those_of_the_cache_that_read_it(tmp_path:
     assert torch.equal(pictures.ask(model, QUESTION.expand(2, -1), **GREEDY), again.expand(2, -1))
     assert [row["loss"] for row in trial().table()] == losses
     assert model.model.rope_deltas is other
+    found = answered_beside(pictures.copy(), cache.copy(), model)
+    assert torch.equal(found[0], pictures.ask(model, QUESTION.expand(2, -1), **GREEDY))
+    assert torch.equal(found[1], cache.ask(model, QUESTION, **GREEDY))
     cache.save(tmp_path / "text")
     if kinds:  # else this transformers counts a picture as its tokens
         with pytest.raises(ValueError, match=r"holds pictures, .*expected text alone. Save a copy"):

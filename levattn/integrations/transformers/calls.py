@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -163,18 +164,32 @@ def counting_from(model: Any, shifts: Mapping[str, Any]) -> Iterator[Callable[[]
     """Let a model that reads pictures count positions with the shifts of a call, none for text; its own come back.
 
     Such a model keeps the shift of its last call, of whatever text, and goes on from it where a cache holds positions.
-    The block gets a function that returns the shifts, by the names of modules.
+    The block gets a function that returns the shifts, by the names of modules. Of such models only one thread is in a
+    block, because the model has its shift for all threads.
     """
     modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     parts = {name: part for name, part in modules if hasattr(part, _SHIFT)}
-    before = {name: getattr(part, _SHIFT) for name, part in parts.items()}
-    try:
-        for name, part in parts.items():
-            setattr(part, _SHIFT, shifts.get(name))
-        yield lambda: {name: x for name, part in parts.items() if (x := getattr(part, _SHIFT)) is not None}
-    finally:
-        for name, part in parts.items():
-            setattr(part, _SHIFT, before[name])
+    with _counting[0] if parts else nullcontext():
+        before = {name: getattr(part, _SHIFT) for name, part in parts.items()}
+        try:
+            for name, part in parts.items():
+                setattr(part, _SHIFT, shifts.get(name))
+            yield lambda: {name: x for name, part in parts.items() if (x := getattr(part, _SHIFT)) is not None}
+        finally:
+            for name, part in parts.items():
+                setattr(part, _SHIFT, before[name])
+
+
+_counting = [threading.RLock()]
+
+
+def _count_anew() -> None:
+    """Make a lock for a forked process, in which the thread that may hold the other one is not there."""
+    _counting[0] = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_anew)
 
 
 def greedy(model: Any, count: int) -> dict[str, Any]:

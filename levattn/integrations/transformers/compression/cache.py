@@ -53,9 +53,10 @@ class CompressedCache(Cache, HeadsTable):  # type: ignore[misc]
     before it. With drafts (of an assistant model, or looked up in the question) `ask` alone works. Both go on after
     the last position of the cache. To ask many questions on one context, give each a `copy`, which shares the context.
 
-    Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. Its attention
-    must be of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context,
-    and no other position of it.
+    Nothing is changed on the model, and any number of threads may use it, each with a cache of its own. (Models that
+    keep their count of positions after a picture, as Qwen2-VL does, answer one `ask` at a time.) Its attention must be
+    of the kind "sdpa" (the default of transformers) or "eager". A mask may hide the padding of the context, and no
+    other position of it.
 
     Attributes
     ----------
