@@ -112,8 +112,9 @@ _NOTHING = -1e6  # stands for the exponent of zero
 def shortened(rows: Rows) -> Rows | None:
     """Return a batch of one, as it is read, with rows scaled down that are far longer than most; None without any.
 
-    To shorten a row k by a factor α < 1 takes (1 − α²)kkᵀ from the moment, so scores only rise. The rows that are not
-    far longer rise by a relative n 2⁻⁴⁸ or so, as the others stay 2²⁴ times as long.
+    To shorten a row k by a factor α < 1 takes (1 − α²)kkᵀ from the moment, so scores only rise. By one such row, which
+    stays 2²⁴ times as long, the scores of the others rise by a relative n 2⁻⁴⁸ or so. By several of different lengths
+    they may rise by more.
     """
     n = rows.shape[1]
     if isinstance(rows.keys, Csr) or rows.shift is not None or not n:

@@ -15,7 +15,7 @@ from levattn._core.random import normals
 from levattn._core.types import Float64
 from levattn._kernels import Rows
 from levattn.linalg.accumulator import UNIT
-from levattn.linalg.factor import Factor, even_whitening, float64_rows
+from levattn.linalg.factor import Factor, even_whitening, float64_rows, normalizer_rounding
 from levattn.linalg.routes import factor_moments
 from levattn.linalg.span import Span, nonzero_rows
 from levattn.sketch import OSNAP, SRHT, CountSketch, Distribution, GaussianJL, Sketch
@@ -180,6 +180,8 @@ def screen(rows: Rows, left: Distribution | None, right: GaussianJL | None) -> S
         upper = np.fmin(np.where(faint, least, scores) * (1 + slack) / (ends[:, :1] * (1 - short)), 1.0)
         lower = np.fmin(np.nan_to_num(scores * np.maximum(1 - slack, 0.0) / (ends[:, 1:] * (1 + over))), upper)
     lower[faint | np.isinf(scores)] = 0.0  # or outside the row space of the sketch, where it bounds from neither side
+    if left is None:
+        lower[list(factor.hidden)] = 0.0  # of which the scores are raised
     for item in range(b) if left is not None else ():  # directions may be hidden from the sketch, or not measured
         if exact is not None:
             hidden = item in exact.hidden or factor.rank[item] < exact.rank[item]
@@ -222,9 +224,9 @@ def _compared(factor: Factor, exact: Factor, item: int) -> tuple[float, float]:
         return 1.0, 1.0
     if not np.max(np.abs(W)) < _LARGEST:  # all but the smallest numbers of the sketch cancel
         return 0.0, math.inf
-    size = float(np.linalg.norm(N) * np.linalg.norm(W))  # rounding of NW
+    off = float(np.linalg.norm(N) * np.linalg.norm(W)) * UNIT * max(4.0, normalizer_rounding(exact, item))
     found = lapack(np.linalg.svd, N @ W[:, live], compute_uv=False)
-    least, largest = float(found[-1]) - 4 * UNIT * size, float(found[0]) + 4 * UNIT * size
+    least, largest = float(found[-1]) - off, float(found[0]) + off  # as NW is rounded
     slack = 4 * float(exact.error[item])
     return max(least, 0.0) ** 2 * (1 - slack), largest**2 * (1 + slack)
 

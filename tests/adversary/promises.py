@@ -106,8 +106,10 @@ def groups_hold(truth: Truth, labels: NDArray[np.int64], scores: Any) -> Iterato
         most = min(truth.scores[members].sum(), 1.0)
         if truth.condition <= RESOLVED:
             high = truth.group_below(members, bound * (1 - Fraction(SINGLE)) - tiny)
-        else:  # bounds of what float64 hardly resolves are raised, and by n 2⁻⁴⁸ beside keys that were shortened
-            high = score > most * (1 + 2.0**-4) + len(labels) * 2.0**-46
+        else:  # bounds of what float64 hardly resolves are raised, by any amount beside keys that are shortened
+            sizes = np.abs(truth.K).max(axis=1, initial=0.0)
+            shortened = sizes.max() / 2.0**20 > sizes.min(where=sizes > 0, initial=np.inf)
+            high = not shortened and score > most * (1 + 2.0**-4) + 1e-300
         if high and 1e-300 < score < 1 - 1e-9:
             yield Breach("group score too high", f"what some query gives group {group}", f"{score!r}")
             return

@@ -152,3 +152,19 @@ def test_refusals() -> None:
         levattn.sketched_scores(TALL, "sketch")
     with pytest.raises(ValueError, match="at least d = 6 rows"):
         levattn.sketched_scores(TALL, OSNAP(4))
+
+
+def test_bounds_of_keys_that_depend_on_each_other_but_for_the_last_digits() -> None:
+    K = np.outer([0.0, 3, 2, 2, -4, -3, -1, 0], [2.0, 2, 1, 1])
+    K[4, 0] += 2.0**-29  # a direction of its own, of which the normalizer has few digits
+    for seed in range(20):
+        found = levattn.sketched_scores(K, SRHT(8, seed=seed))
+        exact = naive.leverage_exact(K)
+        assert np.all(found.lower <= exact + 1e-9)
+        assert np.all(found.upper >= exact - 1e-9)
+
+
+def test_scores_that_are_raised_bound_from_one_side() -> None:
+    K = np.array([[1.0, 1.0], [1e38, 1e38], [0.0, 1.0]])  # the first score is 5e-77
+    found = levattn.sketched_scores(K, GaussianJL(8))
+    assert found.lower[0] <= naive.leverage_exact(K)[0] <= found.upper[0]
