@@ -155,11 +155,11 @@ def test_refusals() -> None:
 
 
 def test_bounds_of_keys_that_depend_on_each_other_but_for_the_last_digits() -> None:
-    K = np.outer([0.0, 3, 2, 2, -4, -3, -1, 0], [2.0, 2, 1, 1])
-    K[4, 0] += 2.0**-29  # a direction of its own, of which the normalizer has few digits
-    for seed in range(20):
-        found = levattn.sketched_scores(K, SRHT(8, seed=seed))
-        exact = naive.leverage_exact(K)
+    K = np.outer([0.0, 3, 2, 0, 2, -4, -3, -1], [2.0, 2, 1, 1])
+    K[5, 0] += 281475 * 2.0**-48  # a direction of its own, of which the normalizer has few digits
+    exact = naive.leverage_exact(K)
+    for seed in (*range(20), 900222):
+        found = levattn.sketched_scores(K, SRHT(32, seed=seed))
         assert np.all(found.lower <= exact + 1e-9)
         assert np.all(found.upper >= exact - 1e-9)
 
