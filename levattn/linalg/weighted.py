@@ -7,7 +7,6 @@ from typing import Any
 
 import array_api_compat
 import numpy as np
-import numpy.typing as npt
 
 from levattn._core.arrays import (
     Matrices,
@@ -133,18 +132,13 @@ def shortened(rows: Rows) -> Rows | None:
     limit = sizes.max(where=sizes <= most, initial=_NOTHING) + _LONGER
     if sizes.max() <= limit:
         return None
-    pieces = [np.ldexp(X, _above(limit, _sizes(X, usual))) for X in read_in_pieces(one)]
-    return Rows(np.concatenate(pieces)[None], "float64")
+    powers = np.floor(np.minimum(limit - sizes, 0.0)).astype(np.int32)
+    return Rows(np.ldexp(as_read(one), powers[:, None])[None], "float64")
 
 
 def _sizes(X: Float64, usual: Float64) -> Float64:
     """Return the largest exponent of each row less the usual ones of its columns."""
     return np.asarray(np.where(X != 0, np.frexp(X)[1] - usual, _NOTHING).max(axis=1))
-
-
-def _above(limit: float, sizes: Float64) -> npt.NDArray[np.int32]:
-    """Return the powers of two, a column, times which rows of these sizes are within a limit."""
-    return np.floor(np.minimum(limit - sizes, 0.0)).astype(np.int32)[:, None]
 
 
 def require_products(keys: Float64, roots: Float64) -> None:

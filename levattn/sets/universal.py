@@ -25,6 +25,7 @@ from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
+from levattn.linalg.routes import FINE_ERROR
 from levattn.linalg.weighted import weighted, weighted_rows
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
@@ -580,14 +581,13 @@ def _of_rounded(
     for item in shortened.keys() & set(rounded):
         one = shortened[item]
         shortened[item] = replace(one, error=one.error + 2 * UNIT * one.condition)
-        if not shortened[item].error[0] <= _SURE:
+        if not shortened[item].error[0] <= FINE_ERROR:
             del shortened[item]
     factor = replace(factor, hidden=hidden, shortened=shortened)
     return factor, {item: np.minimum(bounds[item], 1.0) for item in rounded}
 
 
 _ROUNDED = 2.0**-22  # what scores of float32 keys may be too small by
-_SURE = 2.0**-7  # relative error of scores from which a factor of shortened keys is no use
 
 
 def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Float64]:

@@ -94,7 +94,8 @@ class FigureSums:
         captured, captured_margin = self._ratio("captured", "weight")
         square, margin = self._ratio("error", "norm")
         if square is None and captured is not None and self.sums[FIGURES.index("error")] == 0:
-            square, margin = 0.0, captured_margin and 0.0  # a head without values, whose zeros are right
+            # a head without values, whose zeros are right
+            square, margin = 0.0, None if captured_margin is None else 0.0
         error = None if square is None else math.sqrt(square)
         return {
             "queries": int(self.sums[0]),
