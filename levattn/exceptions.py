@@ -31,8 +31,8 @@ class RankWarning(UserWarning):
     """Keys are rank-deficient up to rounding, and more of them count as 1 than can have the score 1.
 
     A set then holds more than rank/ε of them, or scores add up to more than the rank; the message says how many.
-    Streams, files and dask arrays cannot read past keys again, and count all of them as 1. Dense keys in memory have a
-    smaller set. A few keys that are 10¹⁵ times as long as most hide the others in streams, which name them.
+    In streams, files and dask arrays a few keys that are 10¹⁹ times as long as most hide the others, and are named.
+    Dense keys in memory have a smaller set.
     """
 
 

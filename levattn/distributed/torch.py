@@ -140,7 +140,7 @@ def universal_set(
     Notes
     -----
     Time O(m d²) on each rank, and O(P d³) to merge the states of P ranks. For each matrix of the batch, a rank gathers
-    about 4 d² bytes from every other rank if keys are well-conditioned, and 16 d² if not. For an even power p,
+    about 4 d² bytes from every other rank, and up to 20 d² of ill-conditioned keys. For an even power p,
     D = C(d + p/2 − 1, p/2) takes the place of d; for other functions it is a number of such matrices. Then a rank
     gathers at most rank/ε keys with their values. Keys on a device come to main memory chunk by chunk.
 

@@ -116,8 +116,8 @@ class CausalUniversalSet(SharedState):
     -----
     For each matrix of a batch the state holds at most rank/ε keys, max(64, d) recent keys, and d² numbers for the
     moments. Appending costs O(d²) per key (max(64, d) keys share a new factor), a query O(d² + d²/ε). Moments are
-    summed in about 100 bits where the keys are ill-conditioned. If the keys are rank-deficient to float64 but not
-    exactly, all of them are held.
+    summed in 94 or 144 bits where the keys are ill-conditioned. So their rank may also be deficient up to rounding.
+    Only beside keys that are 10¹⁹ times as long, all others may be held.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Second moments of blocks of keys as they come, in double-double arithmetic where float64 does not suffice."""
+"""Second moments of blocks of keys as they come, in numbers of several parts where float64 does not suffice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ UNIT = 2.0**-53  # rounding of float64
 PLAIN_ERROR = 2.5e-10  # estimated relative error of scores up to which moments are summed in float64
 PLAIN_NOISE = 24 * UNIT  # error of such a sum, relative to the columns: the largest observed, for copied rows
 SETTLED = PLAIN_ERROR / 4  # estimated error up to which sums in float64 begin
+_SURE_BOUND = 2.0**40  # of the inverse, up to which two parts hold what there is; float64 tells it well enough
 LARGEST_EXPONENT = 1024  # of the scale of a column
 Exponents = npt.NDArray[np.int32]
+Folds = npt.NDArray[np.int8]
 
 
 def pieces_of(n: int, longest: int, shares: int = 1) -> tuple[list[tuple[int, int]], list[int]]:
@@ -97,21 +99,26 @@ def diagonals(G: Float64) -> Float64:
 
 
 @dataclass(frozen=True, eq=False)
-class DoubleDouble:
-    """A batch of second moments; for ill-conditioned keys, each is the sum of two matrices."""
+class Expansion:
+    """A batch of second moments, each the sum of one to three matrices: floating-point expansions.
+
+    Rounding errors of the sum of two parts are relative to the sizes of columns: 2⁻⁹⁴, and of three 2⁻¹⁴⁴. Sums that
+    had fewer parts before were as precise as the moments so far required.
+    """
 
     high: Any  # (b, d, d) the moments; they may be on a CUDA device if none has a second part
-    low: Float64 | None  # (b, d, d) the second parts; None stands for zeros
-    double_double: Flags  # (b,) the items for which `low` counts; the others are plain sums of float64
+    rest: Float64 | None  # (k, b, d, d) one or two further parts; None stands for zeros
+    folds: Folds  # (b,) the number of parts that count for an item
     spans: tuple[Span, ...] = ()  # the exact row spaces of the items of a whole sum; () for a part of a sum
     known: Float64 | None = None  # (b, d) the diagonals of moments on a device, in main memory for decisions
+    rounded: bool = False  # whether rows were rounded before they came, so that the last digits tell nothing of keys
 
     @classmethod
-    def plain(cls, moments: Any, known: Float64 | None = None) -> DoubleDouble:
-        """Return moments that have no second part."""
+    def plain(cls, moments: Any, known: Float64 | None = None) -> Expansion:
+        """Return moments that have one part."""
         if known is None and on_cuda(moments):
             known = to_numpy(moments.diagonal(axis1=1, axis2=2))
-        return cls(moments, None, np.zeros(len(moments), np.bool_), (), known)
+        return cls(moments, None, np.ones(len(moments), np.int8), (), known)
 
     @property
     def _held_array(self) -> Any:
@@ -122,17 +129,17 @@ class DoubleDouble:
         """The diagonals of the moments, (b, d), in main memory."""
         return diagonals(self.high).copy() if self.known is None else self.known
 
-    def in_main_memory(self) -> DoubleDouble:
+    def in_main_memory(self) -> Expansion:
         """Return these moments in main memory."""
         return self if self.known is None else self._fetched()
 
     @where_arrays_are
-    def _fetched(self) -> DoubleDouble:
+    def _fetched(self) -> Expansion:
         return replace(self, high=to_numpy(self.high), known=None)
 
-    def beside(self, array: Any) -> DoubleDouble:
-        """Return these moments on the device of an array, but in main memory if some have two parts."""
-        if not on_cuda(array) or self.low is not None:
+    def beside(self, array: Any) -> Expansion:
+        """Return these moments on the device of an array, but in main memory if some have several parts."""
+        if not on_cuda(array) or self.rest is not None:
             return self.in_main_memory()
         return self if self.known is not None else replace(self, high=to_device(self.high, array), known=self.diagonal)
 
@@ -140,55 +147,70 @@ class DoubleDouble:
         """Return the state to copy or pickle, in main memory."""
         return {name: value for name, value in vars(self.in_main_memory()).items() if name != "diagonal"}
 
-    def __add__(self, other: DoubleDouble) -> DoubleDouble:
-        """Return the sum, in twofold arithmetic for items with two parts in either moment."""
+    def __add__(self, other: Expansion) -> Expansion:
+        """Return the sum, in as many parts as the moment of each item that has more."""
         if (self.known is None) != (other.known is None):
             self, other = self.in_main_memory(), other.in_main_memory()
-        either = self.double_double | other.double_double
+        folds = np.maximum(self.folds, other.folds)
         total = self.high + other.high
-        if not either.any():
+        if not _several(folds):
             known = None if self.known is None or other.known is None else self.known + other.known
-            return DoubleDouble(total, None, either, (), known)
-        part = total - self.high
-        low = (self.high - (total - part)) + (other.high - part)
-        for term in (self.low, other.low):
-            if term is not None:
-                low += term
-        low[~either] = 0.0
-        high = total + low
-        return DoubleDouble(high, low - (high - total), either)
+            return Expansion(total, None, folds, (), known)
+        rest = np.zeros((int(folds.max()) - 1, *total.shape))
+        for fold in (2, 3):
+            items = np.flatnonzero(folds == fold)
+            if len(items):
+                parts = _exact_sum_of(self.parts(items, fold), other.parts(items, fold))
+                total[items], rest[: fold - 1, items] = parts[0], parts[1:]
+        return Expansion(total, rest, folds)
+
+    def parts(self, items: Any, fold: int) -> Float64:
+        """Return so many parts of some items, (fold, k, d, d)."""
+        out = np.zeros((fold, *self.high[items].shape))
+        out[0] = self.high[items]
+        if self.rest is not None:
+            held = self.rest[: fold - 1, items]
+            out[1 : 1 + len(held)] = held
+        return out
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> DoubleDouble:
+    def from_arrays(cls, arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> Expansion:
         """Return the moments whose parts have this name."""
-        high, low = shaped(arrays[f"{name}.high"], np.float64, (b, d, d)), arrays.get(f"{name}.low")
-        low = None if low is None else shaped(low, np.float64, (b, d, d))
+        high, rest = shaped(arrays[f"{name}.high"], np.float64, (b, d, d)), arrays.get(f"{name}.rest")
+        folds = folds_of(arrays, f"{name}.folds", b)
+        rest = None if rest is None else shaped(rest, np.float64, (2 if len(rest) == 2 else 1, b, d, d))
         if (diagonals(high) < 0).any():
             raise ValueError("a second moment has a negative entry on its diagonal")
-        spans = spans_of(arrays, name, b, d) if f"{name}.units" in arrays else ()
-        return cls(high, low, shaped(arrays[f"{name}.wide"], np.bool_, (b,)), spans)
+        if f"{name}.units" not in arrays:
+            return cls(high, rest, folds)
+        return cls(high, rest, folds, spans_of(arrays, name, b, d), None, _flag(arrays[f"{name}.rounded"]))
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
         """Return the parts by name, from which `from_arrays` restores the moments."""
-        high = self.in_main_memory().high
-        held = {"high": high, "low": self.low, "wide": self.double_double}
+        high, rest = self.in_main_memory().high, self.rest
+        rest = rest if rest is None or rest[1:].any() else rest[:1]
+        held = {"high": high, "rest": rest, "folds": self.folds}
         arrays = {f"{name}.{key}": value for key, value in held.items() if value is not None}
-        return arrays | (span_arrays(self.spans, name) if self.spans else {})
+        if self.spans:
+            arrays |= span_arrays(self.spans, name) | {f"{name}.rounded": np.array(self.rounded)}
+        return arrays
 
-    def scaled(self, change: Exponents) -> DoubleDouble:
+    def scaled(self, change: Exponents) -> Expansion:
         """Return the moments of columns divided by powers of two (b, d), in main memory unless all are one."""
         if not change.any():
             return self
         powers = -(change[:, :, None] + change[:, None, :])
-        low = None if self.low is None else np.ldexp(self.low, powers)
-        return replace(self, high=np.ldexp(self.in_main_memory().high, powers), low=low, known=None)
+        rest = None if self.rest is None else np.ldexp(self.rest, powers)
+        return replace(self, high=np.ldexp(self.in_main_memory().high, powers), rest=rest, known=None)
 
     def in_basis(self, item: int, B: Float64) -> Float64:
         """Return ``BᵀGB`` of one item, rounded at the end."""
-        parts = (self.high[item],) if self.low is None else (self.high[item], self.low[item])
-        Y = PRECISE.twofold_product([(part, B) for part in parts], len(B), symmetric=False)
-        high, low = PRECISE.twofold_product([(B, part) for part in Y], len(B), symmetric=True)
-        return np.asarray(high + low)
+        fold = max(2, int(self.folds[item]))
+        Y = PRECISE.expanded_product(
+            [(part, B) for part in self.parts(item, fold)], len(B), symmetric=False, folds=fold
+        )
+        H = PRECISE.expanded_product([(B, part) for part in Y], len(B), symmetric=True, folds=fold)
+        return np.asarray(H[0] + (H[1] if fold == 2 else H[1] + H[2]))
 
     def errors(self, items: Flags) -> Float64:
         """Estimate the relative error that rounding of sums of float64 brings into scores; 0 for other items."""
@@ -198,6 +220,50 @@ class DoubleDouble:
         found = FACTOR.inverse_cholesky(some, limit=SETTLED / PLAIN_NOISE)
         errors[chosen] = PLAIN_NOISE * found.bound
         return errors
+
+
+def _exact_sum_of(one: Float64, other: Float64) -> list[Float64]:
+    """Return the parts of the sum of two expansions, (k, ...): only rounding of the last parts is lost."""
+
+    def exact_sum(a: Float64, b: Float64) -> tuple[Float64, Float64]:
+        total = a + b
+        part = total - a
+        return total, (a - (total - part)) + (b - part)
+
+    parts, carried = list(one), list[Float64]()
+    for at in range(len(parts) - 1):
+        rests = []
+        for term in (other[at], *carried):
+            parts[at], rest = exact_sum(parts[at], term)
+            rests.append(rest)
+        carried = rests
+    for term in (other[-1], *carried):
+        parts[-1] = parts[-1] + term
+    for _ in range(len(parts) - 1):
+        for at in range(len(parts) - 1, 0, -1):
+            parts[at - 1], parts[at] = exact_sum(parts[at - 1], parts[at])
+    return parts
+
+
+def _folds_for(errors: Float64, most: float) -> Folds:
+    """Return how many parts sums take whose estimated error would be so large in float64: one up to `most`."""
+    return np.asarray(1 + (errors > most) + ~(errors <= PLAIN_NOISE * _SURE_BOUND), np.int8)
+
+
+def _several(folds: Folds) -> bool:
+    return bool((folds > 1).any())
+
+
+def _flag(array: npt.NDArray[Any]) -> bool:
+    return bool(shaped(array, np.bool_, ()))
+
+
+def folds_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int) -> Folds:
+    """Restore numbers of parts, or raise ValueError."""
+    folds = shaped(arrays[name], np.int8, (b,))
+    if ((folds < 1) | (folds > 3)).any():
+        raise ValueError(f"a moment has {folds.max()} parts")
+    return folds
 
 
 def span_arrays(spans: tuple[Span, ...], name: str) -> dict[str, npt.NDArray[Any]]:
@@ -230,7 +296,7 @@ _MOST = 1 << 20  # more blocks than a run has
 _FEW = 4  # sums of runs, whose room a part of them may keep
 _SURE = 2.0**-7  # estimated error of a score up to which columns are independent
 _FAR = 300  # powers of two by which columns may be larger or smaller than the one taken out
-Terms = dict[tuple[int, int], DoubleDouble]  # moments of runs, by their first row and level
+Terms = dict[tuple[int, int], Expansion]  # moments of runs, by their first row and level
 
 
 class GramAccumulator:
@@ -238,20 +304,22 @@ class GramAccumulator:
 
     Sums are in float64 as long as it holds their digits. The error of a sum is relative to the sizes of the columns.
     So the error of a score is relative to the squared condition number of the columns scaled to equal size. This
-    number can grow; the sums so far are then still good by themselves, and later sums are twofold. Each decision
-    follows a block and rests on figures of the blocks so far, so it does not depend on how many come together.
+    number can grow; the sums so far are then still good by themselves, and later sums have two parts, or three. Each
+    decision follows a block and rests on figures of the blocks so far, so it does not depend on how many come
+    together.
 
     Where squares would leave the range, the sum divides columns by powers of two, `exponents` (b, d).
 
     Sums of rows on a CUDA device stay there while all of them are plain. Figures for decisions come to main memory.
     """
 
-    def __init__(self, b: int, d: int) -> None:
+    def __init__(self, b: int, d: int, *, rounded: bool = False) -> None:
         require_room(b, d)
-        self.blocks: PairwiseSum[DoubleDouble] = PairwiseSum()
-        self.merged: DoubleDouble | None = None
+        self.rounded = rounded
+        self.blocks: PairwiseSum[Expansion] = PairwiseSum()
+        self.merged: Expansion | None = None
         self.exponents: Exponents = np.zeros((b, d), np.int32)
-        self.double_double: Flags = np.zeros(b, np.bool_)  # the matrices whose next block is summed in it
+        self.folds: Folds = np.ones(b, np.int8)  # the number of parts in which the next block of a matrix is summed
         self.settled: Float64 = np.zeros((b, d))  # the diagonal when the error was last estimated
         self.room: Float64 = np.zeros(b)  # the factor by which it may grow before the next estimate
         self._largest: Float64 = np.zeros((b, d))  # and so the diagonal then; a column that was zero says nothing yet
@@ -278,7 +346,7 @@ class GramAccumulator:
         if here:
             terms = self._terms_at_once(rows)
         while at < n:
-            level = 0 if self.double_double.any() else _level(self.blocks.count, (n - at) // BLOCK, longest)
+            level = 0 if self.several else _level(self.blocks.count, (n - at) // BLOCK, longest)
             while level and at + (BLOCK << level) == smaller:  # the rest of a run that was split
                 level -= 1
             known = terms if terms is not None and self.exponents is exponents else {}
@@ -288,6 +356,11 @@ class GramAccumulator:
                 smaller = at + (BLOCK << level)
                 level -= 1
             at += BLOCK << level
+
+    @property
+    def several(self) -> bool:
+        """Whether the next block of some matrix is summed in several parts."""
+        return _several(self.folds)
 
     def fitting(self, blocks: int) -> int:
         """Return for how many of some further blocks there is room if they are like those before, but at least 1."""
@@ -316,9 +389,9 @@ class GramAccumulator:
             pieces = (pieces + items * (1, 1, 0, 0)).reshape(-1, 4)
         parts = cpu.moments_and_sqnorms(self.scaled(rows), pieces, groups, scored, norms, out)
         if len(runs) == 1:
-            return {runs[0]: DoubleDouble.plain(parts)}
+            return {runs[0]: Expansion.plain(parts)}
         parts = parts.reshape(b, len(runs), d, d)  # a view would keep the sums of all runs
-        return {run: DoubleDouble.plain(parts[:, i].copy()) for i, run in enumerate(runs)}
+        return {run: Expansion.plain(parts[:, i].copy()) for i, run in enumerate(runs)}
 
     def _terms_at_once(self, rows: Rows) -> Terms:
         """Return the moments of all runs of rows on a CUDA device that `add` will sum, with one wait.
@@ -333,7 +406,7 @@ class GramAccumulator:
             runs.append((at, level, len(mine)))
             pieces += [(0, item, at + low, at + high) for low, high in mine for item in range(b)]
             at += BLOCK << level
-        if self.double_double.any() or not pieces or 8 * d * d * len(pieces) > _TOGETHER:
+        if self.several or not pieces or 8 * d * d * len(pieces) > _TOGETHER:
             return {}
         with np.errstate(over="ignore", invalid="ignore"):
             sums, parts, place = GRAM.moments(self.scaled(rows), np.array(pieces, np.int64)), [], 0
@@ -346,9 +419,9 @@ class GramAccumulator:
                 parts.append(part.reshape(b, d, d))
         diagonal = to_numpy(array_namespace(sums).stack([part.diagonal(axis1=1, axis2=2) for part in parts]))
         found = zip(runs, parts, diagonal, strict=True)
-        return {(at, level): DoubleDouble.plain(part, known) for (at, level, _), part, known in found}
+        return {(at, level): Expansion.plain(part, known) for (at, level, _), part, known in found}
 
-    def _move(self, moved: Callable[[DoubleDouble], DoubleDouble]) -> None:
+    def _move(self, moved: Callable[[Expansion], Expansion]) -> None:
         """Move the sums of blocks."""
         self.blocks = PairwiseSum(self.blocks.count, {k: moved(part) for k, part in self.blocks.levels.items()})
 
@@ -356,7 +429,7 @@ class GramAccumulator:
         """Return the rows as the sum reads them."""
         return replace(rows, scale=np.ldexp(1.0, -self.exponents)) if self.exponents.any() else rows
 
-    def _take(self, run: Rows, level: int, term: DoubleDouble | None = None) -> bool:
+    def _take(self, run: Rows, level: int, term: Expansion | None = None) -> bool:
         """Add a run of 2^level blocks, or return False if it must be split into smaller runs."""
         term = term or self._term(run)
         far = self._far(run, term)
@@ -365,14 +438,14 @@ class GramAccumulator:
                 return False
             self._rescale(far)
             term = self._term(run)
-        if self.double_double.any():
-            term = self._in_double_double(term, run, self.double_double)
+        if self.several:
+            term = self._expanded(term, run, self.folds)
         blocks = self.blocks.copy()
         blocks.add(term, level)
         diagonal = sum(part.diagonal for _, part in sorted(blocks.levels.items()))
         errors, within = None, diagonal <= self._largest
-        if not within.all() or self.double_double.any():
-            due = self.double_double | ~within.all(axis=1)
+        if not within.all() or self.several:
+            due = (self.folds > 1) | ~within.all(axis=1)
             if level:
                 return False
             errors = self._settle(blocks, term, run, due)
@@ -382,7 +455,7 @@ class GramAccumulator:
         return True
 
     def _cover(
-        self, rows: Rows, diagonal: Float64, total: Callable[[], DoubleDouble | None], errors: Float64 | None = None
+        self, rows: Rows, diagonal: Float64, total: Callable[[], Expansion | None], errors: Float64 | None = None
     ) -> None:
         """Extend the row spaces by rows; `total` gives the moments, of this diagonal, of all rows not merged.
 
@@ -408,47 +481,50 @@ class GramAccumulator:
             spans[item] = spans[item].extended(one)
         self.spans = tuple(spans)
 
-    def _settle(self, blocks: PairwiseSum[DoubleDouble], term: DoubleDouble, run: Rows, due: Flags) -> Float64 | None:
+    def _settle(self, blocks: PairwiseSum[Expansion], term: Expansion, run: Rows, due: Flags) -> Float64 | None:
         """Add one block, and decide in which arithmetic the sum continues for the items that are due.
 
-        Return bounds of the errors of the sum, or None if some of it became twofold.
+        Return bounds of the errors of the sum, or None if some of it takes more parts from this block on.
         """
         total = blocks.total()
         if total is None:
             raise AssertionError("a sum of no blocks")
         errors = total.errors(due)
-        twofold = (errors > SETTLED) & ~self.double_double
-        if twofold.any():
+        folds = np.where(due, _folds_for(errors, SETTLED), self.folds)
+        more = folds > self.folds
+        if more.any():
             blocks = self.blocks.copy()
-            blocks.add(self._in_double_double(term, run, twofold))
-        settled = due & (errors <= SETTLED)
+            blocks.add(self._expanded(term, run, np.where(more, folds, 1)))
+        settled = due & (folds == 1)
         with np.errstate(divide="ignore"):
             self.room = np.where(settled, PLAIN_ERROR / errors, self.room)
         self._set_room(np.where(settled[:, None], total.diagonal, self.settled))
-        self.double_double = (self.double_double | twofold) & ~settled
-        self.blocks = blocks
-        return None if twofold.any() else np.where(due, errors, np.inf)
+        self.folds, self.blocks = folds, blocks
+        return None if more.any() else np.where(due, errors, np.inf)
 
     def _set_room(self, settled: Float64) -> None:
         """Set the diagonal at the last estimate, after which the sum has `room`."""
         with np.errstate(over="ignore", invalid="ignore"):
             self.settled, self._largest = settled, np.where(settled > 0, settled * self.room[:, None], 0.0)
 
-    def _term(self, run: Rows) -> DoubleDouble:
+    def _term(self, run: Rows) -> Expansion:
         with np.errstate(over="ignore", invalid="ignore"):
-            return DoubleDouble.plain(second_moments(self.scaled(run), range(run.shape[0])))
+            return Expansion.plain(second_moments(self.scaled(run), range(run.shape[0])))
 
-    def _in_double_double(self, term: DoubleDouble, run: Rows, items: Flags) -> DoubleDouble:
-        """Return the term with the moments of some items summed in twofold arithmetic."""
+    def _expanded(self, term: Expansion, run: Rows, folds: Folds) -> Expansion:
+        """Return the term with moments summed in so many parts, for the items for which these are more than one."""
         term = term.in_main_memory()
-        high = term.high.copy()
-        low = np.zeros_like(high) if term.low is None else term.low.copy()
-        for item, one in each_in_memory(self.scaled(run), np.flatnonzero(items)):
-            pairs = ((X, X) for X in read_in_pieces(one))
-            high[item], low[item] = PRECISE.twofold_product(pairs, run.shape[2], symmetric=True)
-        return DoubleDouble(high, low, term.double_double | items)
+        items, held = np.flatnonzero(folds > 1), 0 if term.rest is None else len(term.rest)
+        high, rest = term.high.copy(), np.zeros((max(held, int(folds.max(initial=1)) - 1), *term.high.shape))
+        if term.rest is not None:
+            rest[:held] = term.rest
+        for item, one in each_in_memory(self.scaled(run), items):
+            pairs, fold = ((X, X) for X in read_in_pieces(one)), int(folds[item])
+            parts = PRECISE.expanded_product(pairs, run.shape[2], symmetric=True, folds=fold)
+            high[item], rest[: fold - 1, item] = parts[0], parts[1:]
+        return Expansion(high, rest, np.where(folds > 1, folds, term.folds))
 
-    def _far(self, run: Rows, term: DoubleDouble) -> Exponents | None:
+    def _far(self, run: Rows, term: Expansion) -> Exponents | None:
         """Return other exponents if squares of this run leave the range, else None."""
         diagonal = term.diagonal
         least = np.minimum.reduce(diagonal, axis=None, initial=1.0)  # in half of the time of `min`
@@ -469,18 +545,18 @@ class GramAccumulator:
         self.exponents = exponents
 
     @where_arrays_are
-    def total(self, tail: Rows, *, twofold: bool = False) -> tuple[DoubleDouble, Exponents]:
+    def total(self, tail: Rows, *, folds: int = 1) -> tuple[Expansion, Exponents]:
         """Return the moments of all blocks, of merged sums and of fewer rows than a block, and the exponents.
 
-        The sum is twofold if asked for, or where float64 would not hold the digits of these rows.
+        These rows are summed in at least so many parts, and in more where float64 would not hold their digits.
         """
         if not tail.shape[1]:
             moments = self.blocks.total() or self.merged
             if moments is None:
-                moments = DoubleDouble.plain(np.zeros((*self.exponents.shape, self.exponents.shape[1])))
+                moments = Expansion.plain(np.zeros((*self.exponents.shape, self.exponents.shape[1])))
             elif self.merged is not None and moments is not self.merged:
                 moments = moments + self.merged
-            return replace(moments, spans=self.spans), self.exponents
+            return replace(moments, spans=self.spans, rounded=self.rounded), self.exponents
         whole = self.copy()
         term = whole._term(tail)
         far = whole._far(tail, term)
@@ -489,51 +565,53 @@ class GramAccumulator:
             term = whole._term(tail)
         held = next(iter(whole.blocks.levels.values()), term)
         moments = whole._with(term.beside(held.high))
-        bad = np.ones(len(term.double_double), np.bool_)
-        if not twofold:
-            bad = moments.errors(bad) > PLAIN_ERROR
-        if bad.any():
-            moments = whole._with(whole._in_double_double(term, tail, bad))
+        needed = np.full(len(term.folds), folds, np.int8)
+        if folds < 3:
+            needed = np.maximum(needed, _folds_for(moments.errors(needed > 0), PLAIN_ERROR))
+        if _several(needed):
+            moments = whole._with(whole._expanded(term, tail, needed))
         whole._cover(tail, moments.diagonal, lambda: moments)
-        return replace(moments, spans=whole.spans), whole.exponents
+        return replace(moments, spans=whole.spans, rounded=self.rounded), whole.exponents
 
-    def _with(self, tail: DoubleDouble) -> DoubleDouble:
+    def _with(self, tail: Expansion) -> Expansion:
         """Return the sum of all, in the order of `second_moments`."""
         total = self.blocks.total(tail) or tail
         return total if self.merged is None else total + self.merged
 
-    def merge(self, other: DoubleDouble, exponents: Exponents) -> None:
+    def merge(self, other: Expansion, exponents: Exponents) -> None:
         """Add the total of another sum."""
         both = np.where(self._seen() & (self.exponents > exponents), self.exponents, exponents)
         both = np.where(other.diagonal > 0, both, self.exponents).astype(np.int32)
         self._rescale(both)
-        other, spans = other.scaled(both - exponents), other.spans
+        other, spans, self.rounded = other.scaled(both - exponents), other.spans, self.rounded or other.rounded
         high = other.in_main_memory().high
-        low = np.zeros_like(high) if other.low is None else other.low
-        other = DoubleDouble(high, low, np.ones(len(other.double_double), np.bool_))
+        rest = np.zeros((2, *high.shape))  # so that the order of merges makes no visible difference
+        if other.rest is not None:
+            rest[: len(other.rest)] = other.rest
+        other = Expansion(high, rest, np.full(len(high), 3, np.int8))
         self.merged = other if self.merged is None else self.merged + other
         self.spans = tuple(mine + its for mine, its in zip(self.spans, spans, strict=True))
 
     def merge_rows(self, rows: Rows) -> None:
-        """Add the total of fewer rows than a block, as `merge` does, in twofold arithmetic."""
+        """Add the total of fewer rows than a block, as `merge` does, in three parts."""
         b, _, d = rows.shape
         if all(span.whole for span in self.spans):
-            nothing = DoubleDouble.plain(np.empty((b, d, d)))
-            term = self._in_double_double(nothing, rows, ~nothing.double_double)
+            term = self._expanded(Expansion.plain(np.empty((b, d, d))), rows, np.full(b, 3, np.int8))
             if np.isfinite(term.high).all() and self._far(rows, term) is None:
                 self.merged = term if self.merged is None else self.merged + term
                 return
-        self.merge(*GramAccumulator(b, d).total(rows, twofold=True))
+        self.merge(*GramAccumulator(b, d).total(rows, folds=3))
 
     def parts(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return the fields and arrays of the sum; `from_parts` restores it."""
-        arrays = {"exponents": self.exponents, "wide": self.double_double, "settled": self.settled, "room": self.room}
+        arrays: dict[str, npt.NDArray[Any]] = {"exponents": self.exponents, "folds": self.folds}
+        arrays |= {"settled": self.settled, "room": self.room}
         held = {str(level): part for level, part in sorted(self.blocks.levels.items())}
         if self.merged is not None:
             held["merged"] = self.merged
         for name, part in held.items():
             arrays |= part.arrays(name)
-        arrays |= span_arrays(self.spans, "sum")
+        arrays |= span_arrays(self.spans, "sum") | {"rounded": np.array(self.rounded)}
         return {"blocks": self.blocks.count, "terms": list(held)}, arrays
 
     @classmethod
@@ -541,12 +619,12 @@ class GramAccumulator:
         cls, fields: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], b: int, d: int
     ) -> GramAccumulator:
         """Restore the sum from `parts`, or raise ValueError, TypeError or LookupError."""
-        self, blocks = cls(b, d), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
+        self, blocks = cls(b, d, rounded=_flag(arrays["rounded"])), whole(fields["blocks"], most=MOST_ROWS // BLOCK)
         self.exponents = shaped(arrays["exponents"], np.int32, (b, d))
-        self.double_double = shaped(arrays["wide"], np.bool_, (b,))
+        self.folds = folds_of(arrays, "folds", b)
         self.room = shaped(arrays["room"], np.float64, (b,), finite=False)
         self._set_room(shaped(arrays["settled"], np.float64, (b, d)))
-        terms = {name: DoubleDouble.from_arrays(arrays, name, b, d) for name in fields["terms"]}
+        terms = {name: Expansion.from_arrays(arrays, name, b, d) for name in fields["terms"]}
         self.merged = terms.pop("merged", None)
         levels = {int(name): part for name, part in terms.items() if name in map(str, range(63))}
         if len(levels) < len(terms) or sum(1 << level for level in levels) != blocks:
@@ -565,7 +643,7 @@ class GramAccumulator:
         return seen
 
 
-Total = tuple[DoubleDouble, Exponents]
+Total = tuple[Expansion, Exponents]
 
 
 def total_arrays(name: str, total: Total | None) -> dict[str, npt.NDArray[Any]]:
@@ -580,7 +658,7 @@ def total_of(arrays: dict[str, npt.NDArray[Any]], name: str, b: int, d: int) -> 
     exponents = shaped(arrays[f"{name}.exponents"], np.int32, (b, d))
     if np.abs(exponents.astype(np.int64)).max(initial=0) > LARGEST_EXPONENT:
         raise ValueError("the exponents of a sum are out of range")
-    return DoubleDouble.from_arrays(arrays, name, b, d), exponents
+    return Expansion.from_arrays(arrays, name, b, d), exponents
 
 
 def _level(first: int, left: int, longest: int) -> int:

@@ -207,6 +207,15 @@ class Factor:
             scored=None,
         )
 
+    @property
+    def resolved_rank(self) -> Int64:
+        """The sums of the scores at most, (b,): the exact rank where a factor of that rank is known, else `rank`."""
+        out = self.rank.copy()
+        for item, fine in self.hidden.items():
+            if fine is not None or item in self.shortened:
+                out[item] = self.spans[item].rank
+        return out
+
     def exactly(self) -> Factor:
         """Return the factor with scores computed in float64 throughout.
 
@@ -682,7 +691,7 @@ def _left_inverse(W: Float64) -> Float64:
     X = lapack(np.linalg.pinv, W, rcond=0.0)
     for _ in range(2):  # Newton steps, each of which squares the error
         pair = np.ascontiguousarray(X.T), np.ascontiguousarray(W)
-        high, low = PRECISE.twofold_product([pair], W.shape[1], symmetric=False)
+        high, low = PRECISE.expanded_product([pair], W.shape[1], symmetric=False)
         X = X - ((high - np.eye(len(high))) + low) @ X
     return np.asarray(X)
 

@@ -16,7 +16,7 @@ from levattn._core.sparse import Csr
 from levattn._core.types import Flags, Float64, Int64
 from levattn._kernels import BLOCK, FACTOR, Arithmetic, Rows
 from levattn._kernels.factor.norms import spectral_norm
-from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, DoubleDouble
+from levattn.linalg.accumulator import PLAIN_ERROR, PLAIN_NOISE, UNIT, Expansion
 from levattn.linalg.dependent import factor_dependent
 from levattn.linalg.factor import Factor, Scored, column_norms, float64_rows
 from levattn.linalg.heads import SINGLE_PRODUCTS, heads_if_many, single_bound, single_error
@@ -153,7 +153,7 @@ _BASIS_CONDITION = {"float64": 3e6, "float32": 1e10, "float16": 1e10, "bfloat16"
 _SURE_COLUMNS = 48
 _TOGETHER, _ROOM = 64, 1 << 25  # matrices of a device side by side in main memory, and their entries anywhere at most
 _FEW_ROWS = 2  # rows per column up to which an ill-conditioned matrix is decomposed as a whole
-_TWOFOLD_ERROR = 2.0**-96  # the same in twofold arithmetic
+_EXPANSION_ERROR = {1: 2.0**-94, 2: 2.0**-94, 3: 2.0**-144}  # the same by the number of parts of a sum
 _TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
 FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
 
@@ -275,7 +275,7 @@ class _Batch:
             fine = None if finer is None else finer()
             sound = fine is not None and fine.rank == span.rank and fine.error <= FINE_ERROR
             self.hidden[item] = self._alone(item, fine) if fine is not None and sound else None
-            if finer is not None:
+            if finer is not None and self.rows.shape[1]:
                 self._shorten(item, span.rank)
 
     def _shorten(self, item: int, rank: int) -> None:
@@ -382,12 +382,13 @@ def _factor_together(
     return begun
 
 
-def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
+def factor_sum(moments: Expansion, like: Rows) -> Factor:
     """Factor keys of which only the sum of their second moments is left.
 
     `like` tells how keys are read: their format, and the scale under which the moments were summed. Moments that are
-    sums of float64 hold the digits. Other moments are twofold, and their factor is found as in `factor_moments`. The
-    moments themselves are then changed to the other basis, instead of new moments of the keys in it.
+    sums of float64 hold the digits. Other moments have several parts, and their factor is found as in
+    `factor_moments`. The moments themselves are then changed to the other basis, instead of new moments of the keys
+    in it. Sums of three parts also hold directions below the numerical rank, unless rows were rounded.
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
@@ -395,7 +396,7 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     b, bound = len(made.W), made.bound
     diagonal = moments.diagonal
     whole = (made.pivot > 0) & (bound * (d * cut * cut) < 1)
-    done = whole & ((ROUNDING * bound <= target) | ~moments.double_double)
+    done = whole & ((ROUNDING * bound <= target) | (moments.folds == 1))
     error = np.minimum(PLAIN_NOISE * bound, PLAIN_ERROR)
     batch = _Batch(like, made.W, made.ranks(), error, np.zeros(b), ["double"] * b)
     narrow = ((diagonal == 0) | ((diagonal > 2.0**-200) & (diagonal < 2.0**200))).all(axis=1)
@@ -404,19 +405,43 @@ def factor_sum(moments: DoubleDouble, like: Rows) -> Factor:
     hard = np.flatnonzero(~done)
     moments = moments.in_main_memory() if len(hard) else moments
     for item in hard.tolist():
-
-        def moments_in(_: list[int], basis: Float64, __: Arithmetic, item: int = item) -> Float64:
-            return _semidefinite(moments.in_basis(item, basis[0]))[None]
-
-        steps = precondition(moments.high[item], np.zeros(d), UNIT, target, cut, limit)
-        found = answered([steps], moments_in)[0]
-        sizes = np.sqrt(np.diagonal(moments.high[item]))
-        spread = spectral_norm(sizes[:, None] * found.whitening) ** 2
-        total = found.error + _TWOFOLD_ERROR * spread + PLAIN_ERROR
-        batch.put(np.array([item]), [replace(found, error=total)])
+        one = _Summed(moments, item, target, limit)
+        batch.put(np.array([item]), [one.factor(cut)])
         if moments.spans:
-            batch.look_below(item, None, moments.spans[item])
+            finer = None if moments.rounded or moments.folds[item] < 3 else one.resolved
+            batch.look_below(item, finer, moments.spans[item])
     return batch.factor()
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """The moment of one item of a sum, to be factored in other bases."""
+
+    moments: Expansion
+    item: int
+    target: float
+    limit: float
+
+    def factor(self, cut: float) -> MatrixFactor:
+        """Return the factor at the numerical rank."""
+        G = self.moments.high[self.item]
+        steps = precondition(G, np.zeros(len(G)), UNIT, self.target, cut, self.limit)
+        return self._with_error(answered([steps], self._moments_in)[0])
+
+    def resolved(self) -> MatrixFactor:
+        """Return the factor with smaller directions resolved."""
+        G = self.moments.high[self.item]
+        return self._with_error(resolve(self._moments_in, G, UNIT, self.target, self.limit))
+
+    def _moments_in(self, _: list[int], basis: Float64, __: Arithmetic) -> Float64:
+        return _semidefinite(self.moments.in_basis(self.item, basis[0]))[None]
+
+    def _with_error(self, found: MatrixFactor) -> MatrixFactor:
+        """Return the factor with the error that the rounding of the sum causes."""
+        sizes = np.sqrt(np.diagonal(self.moments.high[self.item]))
+        spread = spectral_norm(sizes[:, None] * found.whitening) ** 2
+        rounding = _EXPANSION_ERROR[int(self.moments.folds[self.item])] * spread
+        return replace(found, error=found.error + rounding + PLAIN_ERROR)
 
 
 def _semidefinite(H: Float64) -> Float64:

@@ -176,8 +176,7 @@ def leverage_scores(
     1e-5 from 2048 such keys on. Their products are in float32 where this bound holds: up to a condition number of
     about 100. (It is a few 1e-7 for keys of real heads. The worst case are well-conditioned keys of which thousands
     are equal, and so round alike.) For float64 keys the error is below 1e-10 up to the condition number 10⁶ and below
-    1e-9 beyond, as long as the rank is clear. In chunks or files, the error of float64 keys may be
-    up to about 2⁻⁹⁶ κ² from κ = 10¹⁰ on. (In trials it was a thousandth of that, 1e-8 for κ = 10¹².)
+    1e-9 beyond, as long as the rank is clear.
 
     Stored keys count as exact data: the rank is decided in float64 whatever the dtype. A row that reaches outside the
     numerical row space by more than rounding (about :math:`64 d \, 2^{-53}` of its size) has the score 1. So a rank

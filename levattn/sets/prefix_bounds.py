@@ -26,7 +26,7 @@ from levattn.linalg.accumulator import (
     PLAIN_ERROR,
     PLAIN_NOISE,
     UNIT,
-    DoubleDouble,
+    Expansion,
     GramAccumulator,
     Terms,
     Total,
@@ -49,7 +49,7 @@ class Screen:
     plain: whether all scores are ``‖Wᵀk‖²`` in one arithmetic, whatever the key.
     """
 
-    def __init__(self, factor: Factor, moments: DoubleDouble, raised: Float64 | None, epsilon: float) -> None:
+    def __init__(self, factor: Factor, moments: Expansion, raised: Float64 | None, epsilon: float) -> None:
         error, (b, d) = factor.score_error, moments.high.shape[:2]
         simple = np.ones(b, np.bool_)
         for found in (factor.null_directions, factor.spans, factor.hidden):
@@ -128,7 +128,7 @@ class RunningSquares:
         self.certificate = "leverage" if m == 1 else "lift"
         self.m = m
         self.columns = lift_columns(d, m)
-        self.sums = GramAccumulator(b, self.columns)
+        self.sums = GramAccumulator(b, self.columns, rounded=m > 1)
         self.frozen: Total | None = None
         self._screen: Screen | None = None
 
@@ -181,7 +181,7 @@ class RunningSquares:
 
     def fitting(self, blocks: int) -> int:
         """Return of how many of the next blocks the sums by `screened_ahead` are likely to be of use."""
-        return blocks if self.sums.double_double.any() else self.sums.fitting(blocks)
+        return blocks if self.sums.several else self.sums.fitting(blocks)
 
     def add(self, rows: Rows, ahead: Ahead | None = None) -> None:
         """Add whole blocks; `ahead` comes from `screened_ahead`."""
@@ -206,8 +206,8 @@ class RunningSquares:
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, Ahead | None]:
         """List the keys outside the screen that may have a bound of at least ε; return the sums for `add` as well."""
         screen = self._made_screen(rows, epsilon)
-        # double-double sums take each block by itself; beside them a second reading costs nothing
-        if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.double_double.any():
+        # sums of several parts take each block by itself; beside them a second reading costs nothing
+        if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.several:
             return self.screened(rows, labels, epsilon, member=False), None
         rows = self.read(rows)
         factor = screen.factor
@@ -272,7 +272,7 @@ class RunningSquares:
         doubt = slack > 2 * TIE and bool((kept & ~(upper >= epsilon * (1 + slack))).any())
         return Judged(upper, kept, bool(counted[0]) or doubt)
 
-    def _lift_error(self, moments: DoubleDouble, factor: Factor, format: str) -> Float64 | None:
+    def _lift_error(self, moments: Expansion, factor: Factor, format: str) -> Float64 | None:
         """Return the factor by which rounding of the products may raise a score, (b,); None if products are exact."""
         if self.m * _DIGITS[format] <= _DIGITS["float64"]:
             return None

@@ -130,7 +130,7 @@ class StreamedSet(ListedKeys):
         """
         block = self.certificate == ("block",)
         with np.errstate(over="ignore"):
-            bound = (8.0 if block else 1.0) * np.asarray(self.rank, np.float64) / self.epsilon
+            bound = (8.0 if block else 1.0) * self.factor.resolved_rank.reshape(self.batch) / self.epsilon
         bound = np.where(self.sizes > bound, np.inf, bound)
         return bound if self.batch else float(bound)
 
@@ -231,7 +231,7 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
 
     The state numbers the rows as they come. The result has the same bits whatever the sizes of the chunks and the
     number of threads. States of different rows merge in any order, to rounding. Keys may have any condition number up
-    to the rank tolerance of `universal_set`, about 10¹³.
+    to 10¹⁹. Above 10¹³ or so rounding hides their rank, and the set is a superset.
 
     Parameters
     ----------
@@ -259,11 +259,11 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
     -----
     Time O(n d²), several times that for keys of a condition number above some hundreds (with columns scaled alike).
     Memory O(d²/ε) per matrix: at most 2d/ε keys, one block of 2048 rows, and d² numbers for each of log₂(n/2048)
-    partial sums. But keys that are rank-deficient to float64 and not exactly, such as products of float64 matrices,
-    are *all* held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB of rows and
-    payload, until the state can process several blocks together or is read. If more than one thread may be used, it
-    processes them in the background, while the next 9 MiB wait. Threads may share a state: each chunk counts once, and
-    reads see whole chunks. A block bound has 2/ε sums, and takes time O(n d²/ε).
+    partial sums. For such keys a sum takes two or three times as many. But beside keys that are 10¹⁹ times as long,
+    the others may *all* be held. They count as 1, and `result` warns (`RankWarning`). Small chunks wait, up to 9 MiB
+    of rows and payload, until the state can process several blocks together or is read. If more than one thread may be
+    used, it processes them in the background, while the next 9 MiB wait. Threads may share a state: each chunk counts
+    once, and reads see whole chunks. A block bound has 2/ε sums, and takes time O(n d²/ε).
     For an even power p, D = C(d + p/2 − 1, p/2) takes the place of d.
 
     References
@@ -476,13 +476,12 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         square = stream.candidates.running.certificate == "leverage"
         if self.f == Power(2.0) and counted:
             ones = np.array([np.count_nonzero(item.scores == 1) for item in selected]).reshape(stream.batch)
-            ranks = by.factor.rank.reshape(stream.batch)
 
             def largest(number: int) -> tuple[Int64, Float64]:
                 held = selected[number]
                 return held.indices, np.abs(held.keys.astype(np.float64)).max(axis=1, initial=0.0)
 
-            warn_of_rank(ones, ranks, stream.d, self.epsilon, chunks=True, largest=largest, stacklevel=3)
+            warn_of_rank(ones, by.factor, self.epsilon, chunks=True, largest=largest, stacklevel=3)
         rank = by.factor.rank.reshape(stream.batch) if stream.batch else int(by.factor.rank[0])
         return StreamedSet(
             items=tuple(selected),

@@ -149,8 +149,7 @@ def warn_of_axes(batch: tuple[int, ...], n: int, d: int, *, chunk: bool = False,
 
 def warn_of_rank(
     ones: npt.NDArray[np.int64],
-    rank: Any,
-    columns: int,
+    factor: Factor,
     epsilon: float,
     *,
     chunks: bool,
@@ -162,8 +161,8 @@ def warn_of_rank(
     `chunks` tells whether the keys came in chunks, so that keys in memory may have a smaller set. `largest` gives the
     keys of a matrix, by its number, and the largest entry of each. It is None where keys cannot be read again.
     """
-    ranks = np.broadcast_to(np.asarray(rank), ones.shape)
-    large = (ones > ranks / epsilon) & (ranks < columns)
+    ranks, columns = factor.rank.reshape(ones.shape), factor.columns
+    large = (ones > factor.resolved_rank.reshape(ones.shape) / epsilon) & (ranks < columns)
     if not large.any():
         return
     place = tuple(int(i) for i in np.argwhere(large)[0])
@@ -488,12 +487,11 @@ def _warned(found: UniversalSet, largest: _Largest | None = None) -> UniversalSe
     if (
         found.guarantee == "superset"
         and not found.by_size
-        and np.any(found.sizes > np.asarray(found.rank) / found.epsilon)
+        and np.any(found.sizes > found.factor.resolved_rank.reshape(found.batch) / found.epsilon)
     ):
         xp = array_namespace(found.mask)
         ones = flag_counts(xp.logical_and(found.mask, found.scores == 1))
-        columns = found.factor.columns
-        warn_of_rank(ones, found.rank, columns, found.epsilon, chunks=chunks, largest=largest, stacklevel=5)
+        warn_of_rank(ones, found.factor, found.epsilon, chunks=chunks, largest=largest, stacklevel=5)
     return found
 
 

@@ -27,7 +27,7 @@ from levattn._core.device import where_arrays_are
 from levattn._core.serialize import is_storable, shaped
 from levattn._core.types import Float64, Int64, decode_half
 from levattn._kernels import BLOCK, KEYS, Rows, kernels_for
-from levattn.linalg.accumulator import DoubleDouble, Exponents, GramAccumulator
+from levattn.linalg.accumulator import Expansion, Exponents, GramAccumulator
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.linalg.routes import factor_moments, factor_sum
@@ -41,7 +41,7 @@ def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
     return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
 
 
-def factor_of_sum(moments: DoubleDouble, exponents: Exponents, like: Rows) -> Factor:
+def factor_of_sum(moments: Expansion, exponents: Exponents, like: Rows) -> Factor:
     """Return the factor of moments of columns times ``2**-exponents``, for keys of the form of `like`.
 
     It is on the device of `like`, which has no rows.
@@ -380,6 +380,7 @@ class BlockSums:
             rows = Rows(keys, "float64", rows.mask)
         sums, tail = self._held
         sums, tail = sums.copy(), BlockBuffer(self._b, self._d, rows.format) if tail is None else tail.copy()
+        sums.rounded = sums.rounded or weights is not None
         before = tail.blocks * BLOCK + tail.count
         try:
             tail.push(rows, sums.add)
@@ -400,7 +401,7 @@ class BlockSums:
         sums, tail = self.settle()
         return sums, (tail or BlockBuffer(self._b, self._d, "float64")).rows
 
-    def _total(self) -> tuple[DoubleDouble, Exponents]:
+    def _total(self) -> tuple[Expansion, Exponents]:
         sums, rows = self._parts()
         return sums.total(rows)
 
@@ -528,7 +529,7 @@ class RunningSums:
             total = np.where(np.eye(self._shape[1], dtype=np.bool_), total[:, :, None], 0.0)
         exponents = np.zeros(total.shape[:2], np.int32)
         like = Rows(np.empty((total.shape[0], 0, total.shape[1])), "float64")
-        return factor_of_sum(DoubleDouble.plain(total), exponents, like)
+        return factor_of_sum(Expansion.plain(total), exponents, like)
 
     def check(self, other: RunningSums) -> None:
         """Raise if the sums of later rows cannot be added."""

@@ -5,13 +5,14 @@ Inside: two ways of one sum have to agree to the last bit.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 import levattn
-from levattn._kernels import BLOCK, Norms, Rows, kernels_for
+from levattn._kernels import BLOCK, PRECISE, Norms, Rows, kernels_for
 from levattn._kernels.gram.cpu import BLAS_COLUMNS, moments_and_sqnorms
 from levattn._kernels.pairwise import pairwise_sum
 from levattn.linalg.accumulator import GramAccumulator
@@ -52,7 +53,25 @@ def test_few_rows_are_merged_as_their_total_is(sizes: float) -> None:
         other.add(Rows(many, "float64"))
         for part in parts:
             mine.merge_rows(Rows(part, "float64"))
-            other.merge(*GramAccumulator(2, 5).total(Rows(part, "float64"), twofold=True))
+            other.merge(*GramAccumulator(2, 5).total(Rows(part, "float64"), folds=3))
         (a, exponents), (b, others) = mine.total(nothing), other.total(nothing)
         assert a.scaled(others - exponents).high.tobytes() == b.high.tobytes()
         assert a.spans[0].whole
+
+
+@pytest.mark.parametrize(("folds", "bits"), [(2, 94), (3, 144)])
+@pytest.mark.parametrize("kind", ["copies", "cancelling", "wide"])
+def test_sums_of_several_parts_hold_so_many_bits(kind: str, folds: int, bits: int) -> None:
+    rng = np.random.default_rng(0)
+    A, X = rng.standard_normal((2, 3, 5))
+    counts = np.array([700, 900, 448])  # the rounding errors of copies have one sign
+    if kind == "cancelling":
+        A[1], X[1] = -A[0] * (1 + 2.0**-50), X[0]
+    elif kind == "wide":
+        A *= np.exp(rng.uniform(-40, 40, A.shape))
+    rows = rng.permutation(np.repeat(np.arange(3), counts))
+    found = PRECISE.expanded_product([(A[rows], X[rows])], 5, symmetric=False, folds=folds)
+    for i, j in np.ndindex(5, 5):
+        terms = [int(n) * Fraction(a) * Fraction(x) for n, a, x in zip(counts, A[:, i], X[:, j], strict=True)]
+        error = sum(map(Fraction, found[:, i, j].tolist())) - sum(terms)
+        assert abs(error) <= sum(map(abs, terms)) / 2**bits

@@ -151,7 +151,8 @@ def test_two_keys_of_which_one_hides_the_other(storage: str) -> None:
 def test_scores_that_add_up_to_more_than_the_rank_warn() -> None:
     keys = _rng("far").standard_normal((5000, 6))
     keys[7] *= 1e25
-    text = r"^K is rank-deficient .* rank 1 of 6 columns\), so that 4999 keys count as 1\."
+    # the score of the long one is 1 up to rounding
+    text = r"^K is rank-deficient .* rank 1 of 6 columns\), so that (4999|5000) keys count as 1\."
     with pytest.warns(levattn.RankWarning, match=text) as seen:
         scores = levattn.leverage_scores(lambda: iter([keys]))
     assert seen[0].filename == __file__

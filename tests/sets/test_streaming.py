@@ -338,16 +338,36 @@ def test_a_key_whose_score_is_epsilon_is_in(kind: str) -> None:
                 assert key in found.indices
 
 
-@pytest.mark.parametrize("row", [3, N - 1000])
-def test_a_key_below_the_rank_tolerance_counts_as_one(row: int) -> None:
-    K = with_lone_key(named_rng("below"), row, 2.0**-30)
-    found = stream(K, 0.9, [700, 5000]).result()
-    assert row in found.indices
-    # A sum of moments cannot tell how small the scores of the others are: all that are not proven to be are held.
-    assert np.all(np.isin(levattn.universal_set(K, 0.9).indices, found.indices))
-    assert (found.guarantee, found.rank) == ("superset", 3)
-    halves = [stream(K[a:b], 0.9, row_start=a) for a, b in ((4000, N), (0, 4000))]
-    assert row in halves[0].merge(halves[1]).result().indices
+# full rank, which float64 does not see: in exact numbers before the last rounding most of them had less
+HIDDEN: dict[str, Callable[[np.random.Generator], Float]] = {
+    "product": lambda rng: heavy_tailed(rng, N, 2) @ rng.standard_normal((2, D)),
+    "less-mean": lambda rng: (K := tailed(rng)) - K.mean(axis=1, keepdims=True),
+    "lone-first": lambda rng: with_lone_key(rng, 3, 2.0**-30),
+    "lone-late": lambda rng: with_lone_key(rng, N - 1000, 2.0**-30),
+    "long-first": lambda rng: changed(rng.standard_normal((N, D)), slice(3, 4), 1e18),
+    "long-late": lambda rng: changed(rng.standard_normal((N, D)), slice(N - 1000, N - 999), 1e18),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_directions_that_float64_does_not_see_are_resolved(kind: str) -> None:
+    K = HIDDEN[kind](named_rng(kind))
+    scores = naive.leverage_exact(K)
+    for epsilon in (0.9, 0.02):
+        state = stream(K, epsilon, [700, 700, 5000])
+        assert state.held <= 2 * D / epsilon + N % BLOCK
+        assert bits(state.result()) == bits(stream(K, epsilon).result())
+        halves = [stream(K[a:b], epsilon, row_start=a) for a, b in ((3000, N), (0, 3000))]
+        both = StreamingUniversalSet.from_bytes(halves[0].merge(halves[1]).to_bytes())
+        passes = levattn.universal_set(lambda: iter([K[:700], K[700:]]), epsilon)
+        for found in (state.result(), both.result(), passes):
+            selected = np.zeros(N, bool)
+            selected[found.indices] = True
+            assert not np.any(scores[~selected] >= epsilon)
+            assert np.all(scores[selected] >= epsilon * (1 - 1e-5))  # raised by four times 2⁻¹⁴⁴ κ², at most
+            assert np.all(found.member_scores >= scores[selected] * (1 - TIE))
+            assert found.guarantee == "superset"
+            assert found.sizes <= found.size_bound * (1 + 1e-5)
 
 
 RESOLVED = st.one_of(strategies.integer_keys(), st.sampled_from(sorted(CASES)).map(case))

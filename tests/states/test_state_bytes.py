@@ -544,7 +544,8 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "dtype": [
         ("blocks", {"exponents": np.zeros((1, 2))}),
         ("blocks", {"1.high": np.zeros((1, 2, 2), np.float32)}),
-        ("blocks", {"1.wide": np.zeros(1, np.int8)}),
+        ("blocks", {"1.folds": np.ones(1, np.int32)}),
+        ("blocks", {"rounded": np.zeros((), np.int8)}),
         ("blocks", {"counts": np.zeros(1, np.uint64)}),
         ("blocks", {"tail.keys": np.zeros((1, 3, 2), np.float32)}),
         ("blocks", {"tail.keys": np.zeros((1, 3, 2), ">f8")}),
@@ -602,7 +603,8 @@ BAD_ARRAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("moments-decayed", {"decay": np.ones(2)}),
         ("moments-decayed", {"decay": np.array([0.5, 1.5])}),
         ("tokens", {"tokens.total": np.full((3, 2), -1.0)}),
-        ("wide", {"0.low": np.full((1, 2, 2), np.nan)}),
+        ("wide", {"0.folds": np.array([4], np.int8)}),
+        ("wide", {"0.rest": np.full((1, 1, 2, 2), np.nan)}),
     ],
     "groups": [
         ("block", {"tail.beside1": np.array([[0, 2]])}),

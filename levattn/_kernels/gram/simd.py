@@ -1,4 +1,4 @@
-"""Vector code of second moments, whitened rows and sums in twofold arithmetic: tiles with their sums in registers.
+"""Vector code of second moments, whitened rows and sums of several parts: tiles with their sums in registers.
 
 Strides are in elements; steps `ahead` are in bytes.
 """
@@ -102,41 +102,49 @@ def _moment_tile(
         store(b, b.fadd(load(b, place, v.kind, v.size), value), place, v.size)
 
 
-@vector_code(literals="rows vectors")
-def twofold_tile(v, like, rows, vectors, a, x, stride, n, high, low, out_stride):
-    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to the tile of twofold numbers ``high + low``.
+@vector_code(literals="folds rows vectors")
+def expansion_tile(v, like, folds, rows, vectors, a, x, stride, n, out, out_stride, part_stride):
+    """Add ``sum_r a[r, i] * x[r, :]`` for ``i < rows`` to a tile of numbers that are sums of so many `folds` floats.
 
-    The rounding errors of products and sums are added up in `low`; in the end `high` takes up the part that it can
-    hold. Rows of a and x are `stride` elements apart.
+    The rounding errors of products and sums go to the next part, and the last part adds them up. In the end each part
+    takes up as much of the next as it can hold. Rows of a and x are `stride` elements apart, and parts of `out` are
+    `part_stride` apart.
     """
     b, cells = v.b, rows * vectors
-    step, out_step = (b.mul(by, integer(v.size)) for by in (stride, out_stride))
+    step, out_step, part_step = (b.mul(by, integer(v.size)) for by in (stride, out_stride, part_stride))
 
     def places(out: Value) -> list[Value]:
         return [place for i in range(rows) for place in v.row(b.add(out, b.mul(out_step, integer(i))), vectors)]
 
-    def add(a: Value, x: Value, *twofold: Value) -> list[Value]:
-        sums, errors, totals, lost = twofold[:cells], twofold[cells:], [], []
-        values, factors = v.loaded(x, vectors), [v.number(a, i) for i in range(rows)]
+    def exact_sum(one: Value, other: Value) -> tuple[Value, Value]:
+        total = b.fadd(one, other)
+        part = b.fsub(total, one)
+        return total, b.fadd(b.fsub(one, b.fsub(total, part)), b.fsub(other, part))
+
+    def add(a: Value, x: Value, *parts: Value) -> list[Value]:
+        values, factors, new = v.loaded(x, vectors), [v.number(a, i) for i in range(rows)], list(parts)
         for cell in range(cells):
             factor, value = factors[cell // vectors], values[cell % vectors]
             product = b.fmul(factor, value)
-            exact = fma(b, factor, value, b.fneg(product))
-            total = b.fadd(sums[cell], product)
-            part = b.fsub(total, sums[cell])
-            rounding = b.fadd(b.fsub(sums[cell], b.fsub(total, part)), b.fsub(product, part))
-            totals.append(total)
-            lost.append(b.fadd(errors[cell], b.fadd(rounding, exact)))
-        return [b.add(a, step), b.add(x, step), *totals, *lost]
+            new[cell], rounding = exact_sum(new[cell], product)
+            terms = [rounding, fma(b, factor, value, b.fneg(product))]
+            for at in range(cells + cell, cells * (folds - 1), cells):
+                for i, term in enumerate(terms):
+                    new[at], terms[i] = exact_sum(new[at], term)
+            last = cells * (folds - 1) + cell
+            new[last] = b.fadd(new[last], b.fadd(*terms))
+        return [b.add(a, step), b.add(x, step), *new]
 
-    targets = [*places(high), *places(low)]
+    targets = [place for part in range(folds) for place in places(b.add(out, b.mul(part_step, integer(part))))]
     held = [load(b, place, v.kind, v.size) for place in targets]
-    _, _, *twofold = repeated(b, n, (a, x, *held), add)
+    _, _, *parts = repeated(b, n, (a, x, *held), add)
     for cell in range(cells):
-        total, error = twofold[cell], twofold[cells + cell]
-        whole = b.fadd(total, error)
-        store(b, whole, targets[cell], v.size)
-        store(b, b.fsub(error, b.fsub(whole, total)), targets[cells + cell], v.size)
+        mine = parts[cell::cells]
+        for _ in range(folds - 1):
+            for at in range(folds - 1, 0, -1):
+                mine[at - 1], mine[at] = exact_sum(mine[at - 1], mine[at])
+        for at in range(folds):
+            store(b, mine[at], targets[at * cells + cell], v.size)
 
 
 @vector_code(literals="rows vectors squared")

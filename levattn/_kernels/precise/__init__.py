@@ -1,4 +1,4 @@
-"""Kernels beyond float64: products in about 100 bits, and exact row spaces."""
+"""Kernels beyond float64: products in 100 bits or more, and exact row spaces."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PreciseKernels(Protocol):
         Also tell whether the numbers are in a range in which this is exact to about 2⁻¹⁰⁵ of the quotient.
         """
 
-    def twofold_product(
-        self, pairs: Iterable[tuple[Float64, Float64]], d: int, /, *, symmetric: bool
-    ) -> tuple[Float64, Float64]:
-        """Return ``Σ AᵀX`` over pairs of (n, d) matrices as two (d, d) matrices: the sum, and its rounding error.
+    def expanded_product(
+        self, pairs: Iterable[tuple[Float64, Float64]], d: int, /, *, symmetric: bool, folds: int = 2
+    ) -> Float64:
+        """Return ``Σ AᵀX`` over pairs of (n, d) matrices as the sum of 2 or 3 (`folds`) matrices, (folds, d, d).
 
-        Together they hold the sum to about 2⁻⁹⁶ of ``Σ |A|ᵀ|X|``. `symmetric` says that the sum is symmetric, which
-        halves the work.
+        Each is the rounding error of those before. Two hold the sum to 2⁻⁹⁴ of ``Σ |A|ᵀ|X|``, and three to 2⁻¹⁴⁴.
+        `symmetric` says that the sum is symmetric, which halves the work.
         """
 
     def field(self) -> _Field:

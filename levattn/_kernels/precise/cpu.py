@@ -31,6 +31,7 @@ from levattn._kernels.precise.span import (
 from levattn._kernels.tasks import share, threads_for
 
 __all__ = [
+    "expanded_product",
     "field",
     "insert_entries",
     "insert_rows",
@@ -42,10 +43,10 @@ __all__ = [
     "precise_products",
     "precise_solutions",
     "relation_vector",
-    "twofold_product",
 ]
 
 
+_PART_COST = 10.0  # cost of each part but the first, relative to a multiply-add
 _RESIDUE_COST = 20.0  # cost of a product modulo a prime, relative to a multiply-add
 _RANGE = 2.0**-900, 2.0**900  # of means whose parts neither underflow nor overflow, nor do products of keys
 
@@ -82,27 +83,25 @@ def mean_parts(origin: Float64, sums: tuple[Float64, Float64], counts: Float64) 
     return parts, bool(found)
 
 
-def twofold_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool) -> tuple[Float64, Float64]:
-    """Sum up products in twofold arithmetic."""
+def expanded_product(pairs: Iterable[tuple[Float64, Float64]], d: int, *, symmetric: bool, folds: int = 2) -> Float64:
+    """Sum up products in numbers of several parts."""
     width = -(-d // WIDTH) * WIDTH
-    high, low = np.zeros((width, width)), np.zeros((width, width))
+    out = np.zeros((folds, width, width))
     for A, X in pairs:
         right = _padded(X, width)
         left = right if A is X else _padded(A, width)
-        work = 10.0 * len(X) * width * width / (2 if symmetric else 1)
+        work = _PART_COST * (folds - 1) * len(X) * width * width / (2 if symmetric else 1)
         threads = threads_for(work)
         parts = 4 * threads if symmetric and threads > 1 else threads  # the first rows of a triangle are longer
         edges = np.linspace(0, width // TALL, parts + 1).astype(int) * TALL
 
         def body(part: int, left: Float64 = left, right: Float64 = right, edges: Any = edges) -> None:
-            product_rows(left, right, edges[part], edges[part + 1], symmetric, high, low)
+            product_rows(left, right, edges[part], edges[part + 1], symmetric, out)
 
         if len(X):
             parallel_for(body, parts, threads=threads)
-    high, low = high[:d, :d], low[:d, :d]
-    if symmetric:
-        high, low = (np.triu(a) + np.triu(a, 1).T for a in (high, low))
-    return np.ascontiguousarray(high), np.ascontiguousarray(low)
+    out = out[:, :d, :d]
+    return np.ascontiguousarray(np.triu(out) + np.triu(out, 1).swapaxes(1, 2) if symmetric else out)
 
 
 def _padded(X: Float64, width: int) -> Float64:
