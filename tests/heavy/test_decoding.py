@@ -124,6 +124,22 @@ def test_queries_all_but_orthogonal_to_deficient_keys(rank: int) -> None:
             assert breaches(appended(K, 1 / 17, cuts).heavy(Q), Q, K, 1 / 17, truth) == []
 
 
+@pytest.mark.parametrize("kind", ["product", "less-mean", "far-longer"])
+def test_few_keys_are_held_where_rounding_hides_their_rank(kind: str) -> None:
+    rng = named_rng(kind)
+    K = rng.standard_normal((400, D))
+    if kind == "product":
+        K = rng.standard_normal((400, 2)) @ rng.standard_normal((2, D))
+    elif kind == "less-mean":
+        K -= K.mean(axis=1, keepdims=True)
+    else:
+        K[[9, 90]] *= 1e17
+    state = appended(K, 0.1, range(7, 400, 7))
+    assert state.held <= D / 0.1 * (1 + 1e-5) + 64
+    Q = np.vstack([queries(rng, K), K[:4], np.linalg.svd(K)[2]])
+    assert breaches(state.heavy(Q), Q, K, 0.1) == []
+
+
 @kinds
 @given(data=st.data())
 @examples(4)
