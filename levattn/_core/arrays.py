@@ -358,10 +358,14 @@ def as_tensor(array: Any) -> Any:
     return tensor.set_(storage, start, tuple(array.shape), tuple(steps))
 
 
-def from_list(values: Any, name: str) -> npt.NDArray[Any]:
-    """Return nested lists as a numpy array; raise if they form no array."""
+def from_list(values: Any, name: str, of_none: Any = None) -> npt.NDArray[Any]:
+    """Return nested lists as a numpy array; raise if they form no array.
+
+    A list without entries tells no dtype: it gets the dtype `of_none`, if there is one.
+    """
     try:
-        return np.asarray(values)
+        found = np.asarray(values)
+        return found if found.size or of_none is None else found.astype(of_none)
     except (ValueError, TypeError, RuntimeError) as error:
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
@@ -495,7 +499,7 @@ def _flags_of(mask: Any, matrices: Matrices) -> Any:
     if is_torch(mask):
         mask = plain_tensor(mask, "mask")
     elif not array_api_compat.is_array_api_obj(mask):
-        mask = from_list(mask, "mask")
+        mask = from_list(mask, "mask", np.bool_)
     expected = (*matrices.batch, matrices.n)
     check_flags("mask", mask, expected, "a key that takes part")
     if isinstance(matrices.data, np.ndarray | Csr):

@@ -105,9 +105,7 @@ def refuse_packed(bounds: Any, state: Any, return_state: bool) -> None:
 
 def _whole_numbers(name: str, given: Any) -> npt.NDArray[np.int64]:
     """Return one axis of whole numbers as a numpy array, or raise."""
-    array = from_list(given, name) if isinstance(given, list | tuple) else given
-    if isinstance(given, list | tuple) and not len(given):
-        array = array.astype(np.int64)
+    array = from_list(given, name, np.int64) if isinstance(given, list | tuple) else given
     found = to_numpy(array) if array_api_compat.is_array_api_obj(array) else np.asarray(None)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TypeError(f"{name} is {given!r}; expected one axis of whole numbers")
@@ -564,7 +562,7 @@ def _flags(mask: Any, U: int, like: Any) -> Any:
     """Return a (..., U) boolean mask in the library and on the device of an array, or raise."""
     if type(mask) is type(like) is np.ndarray and mask.dtype.char == "?" and mask.shape[-1:] == (U,):
         return mask
-    mask = dense_array("mask", mask)
+    mask = from_list(mask, "mask", np.bool_) if isinstance(mask, list | tuple) else dense_array("mask", mask)
     check_flags("mask", mask, (..., U), "a position that takes part")
     return moved(mask, like)
 

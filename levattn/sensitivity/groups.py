@@ -132,6 +132,7 @@ def as_labels(labels: Any, matrices: Matrices) -> Int64:
     if not array_api_compat.is_array_api_obj(labels):
         try:
             labels = np.asarray(labels)
+            labels = labels if labels.size else labels.astype(np.int64)
         except ValueError as error:
             raise ValueError(f"labels is a {type(labels).__name__} that makes no array ({error}). {hint}") from error
     found = named_numpy("labels", labels)

@@ -420,6 +420,18 @@ def test_empty_arrays(storage: str, shape: Any) -> None:
         assert not np.any(as_float64(bound))
 
 
+def test_flags_and_labels_of_no_keys_may_be_an_empty_list() -> None:
+    """Its dtype is float64 to NumPy."""
+    keys = np.ones((0, 3))
+    for mask in ([], ()):
+        assert len(levattn.universal_set(keys, 0.1, mask=mask)) == 0
+        assert levattn.StreamingUniversalSet(0.1).update(keys, mask=mask).n == 0
+        assert attention.tssa(keys[None], mask=mask).shape == (1, 0, 3)
+    assert levattn.universal_set(np.ones((2, 0, 3)), 0.1, mask=[[], []]).rank.tolist() == [0, 0]
+    assert len(levattn.group_leverage(keys, [])) == 0
+    fails(lambda: levattn.universal_set(keys, 0.1, mask=np.zeros(0)), TypeError, "mask", "float64", "bool")
+
+
 def test_no_queries() -> None:
     heavy = levattn.heavy_attention(np.ones((0, 3)), GOOD, 0.1)
     assert heavy.entries.shape == (0, 12)
