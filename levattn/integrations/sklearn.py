@@ -230,7 +230,8 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Return the leverage of rows against the fitted rows.
 
         The leverage of a fitted row is its leverage score. Another row may have a leverage above 1. It is infinite if
-        the row lies outside the row space of the fit by more than rounding. A fitted row on the edge of the numerical
+        the row lies outside the row space of the fit by more than rounding, or if its leverage is beyond the range of
+        the dtype. A fitted row on the edge of the numerical
         rank also gets infinity, where `leverage_scores` gives 1. A score may err upward there, never downward.
 
         Large scores mark unusual rows, while scikit-learn's outlier detectors give unusual rows small scores. Negate
@@ -277,13 +278,22 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         sklearn.exceptions.NotFittedError
             If the estimator is not fitted.
         TypeError, ValueError
-            If X is not a dense array of finite numbers with the columns of the fit.
+            If X is not a dense array of finite numbers with the columns of the fit, or a whitened row is beyond the
+            range of the dtype.
         """
         factor = self._factor_on(X)
         m = factor.rows.shape[1]
         out = np.empty((m, int(factor.rank[0])), factor.rows.format)
         for start in range(0, m, _ROWS):
-            out[start : start + _ROWS] = factor.whitened(float64_rows(factor.rows, start, start + _ROWS))
+            part = slice(start, start + _ROWS)
+            with np.errstate(over="ignore", invalid="ignore"):
+                out[part] = factor.whitened(float64_rows(factor.rows, part.start, part.stop))
+            far = np.flatnonzero(~np.isfinite(out[part]).all(axis=1))
+            if len(far):
+                raise ValueError(
+                    f"X has row {start + far[0]}, which whitened is beyond the range of {out.dtype}; expected rows "
+                    "closer in size to the fitted ones. Scale them down"
+                )
         return out
 
     def _factor_on(self, X: Any) -> Factor:

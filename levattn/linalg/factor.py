@@ -346,7 +346,8 @@ class Factor:
 
         It is the largest ``⟨q, k⟩²/‖K q‖²`` over all queries q. For a row of the keys this is its leverage score. For
         a new row it is τ/(1 − τ), where τ is the score that it would have among the keys. It is infinite for a row
-        outside the row space by more than rounding; for keys with fewer rows than columns, by anything.
+        outside the row space by more than rounding; for keys with fewer rows than columns, by anything. It is also
+        infinite where it is beyond the range of float64.
 
         Parameters
         ----------
@@ -400,7 +401,7 @@ class Factor:
         Returns
         -------
         array of float64, shape (..., m, l)
-            NumPy's, whatever the kind of A; NaN for a row outside the row space, as `scores_of` decides.
+            NumPy's, whatever the kind of A; NaN for a row whose score is infinite, as `scores_of` decides.
 
         Raises
         ------
@@ -419,7 +420,9 @@ class Factor:
         whitened = []
         for item in range(len(self.rank)):
             one = self.item(item).on(rows.item(item))
-            whitened.append(np.where(outside[item][:, None], np.nan, one.whitened(as_read(one.rows))))
+            with np.errstate(over="ignore", invalid="ignore"):  # of rows that become NaN
+                found = one.whitened(as_read(one.rows))
+            whitened.append(np.where(outside[item][:, None], np.nan, found))
         return matrices.batch, whitened
 
     def _given(self, X: Any, name: str) -> tuple[Matrices, Rows]:

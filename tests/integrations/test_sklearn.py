@@ -121,6 +121,22 @@ def test_sizes_beyond_the_range_of_squares() -> None:
     np.testing.assert_allclose(np.abs(scorer.transform(far)), np.abs(plain.transform(X)), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(("fitted", "new", "dtype"), [(1e-200, 1e200, "f8"), (1.0, 1e308, "f8"), (1e-30, 1e30, "f4")])
+def test_rows_that_whitened_leave_the_range_are_named(fitted: float, new: float, dtype: str) -> None:
+    X = (fitted * with_outliers(10)).astype(dtype)
+    scorer = LeverageScorer().fit(X)
+    far = np.zeros((3, 4), dtype)
+    far[2, :2] = new, -new
+    assert np.isposinf(scorer.score_samples(far)[2])
+    if new / fitted > float(np.finfo(dtype).max):
+        with pytest.raises(ValueError, match="row 2, which whitened is beyond the range of float"):
+            scorer.transform(far)
+    else:
+        assert np.isfinite(scorer.transform(far)).all()
+    if dtype == "f8":  # of which products are
+        assert np.array_equal(np.isnan(scorer.factor_.cross_leverage(far, X)).all(axis=1), [False, False, True])
+
+
 # Rank
 
 
