@@ -71,6 +71,13 @@ class KeyFiles:
             fail(f"{self.name}: holds an array without columns, got --weights {self.weights}; leave --weights out")
         return source
 
+    def of_tensors(self, names: Sequence[str | None]) -> list[KeyFiles]:
+        """Return the files for each of some arrays; refuse them before any result if one of several is not there."""
+        found = [replace(self, tensor=name) for name in names]
+        for each in found[1:]:
+            each.opened()
+        return found
+
     def weights_of_rows(self) -> npt.NDArray[Any] | None:
         """Return the weights of all rows, (n,), None without --weights."""
         if self.weights is None:

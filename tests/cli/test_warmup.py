@@ -6,6 +6,7 @@ Inside: the list of calls that are compiled is replaced, and a cache is looked i
 from __future__ import annotations
 
 import logging
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_the_program_makes_them_too(made: list[int], uses: tuple[str, ...]) -> N
     result = CliRunner().invoke(cli.build_app(), ["warmup", *uses])
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "levattn: the kernels are compiled\n")
     assert made == {(): [0, 1, 2] * 2, ("heavy",): [2, 2], ("heavy", "sets"): [2, 0, 1] * 2}[uses]
+
+
+def test_the_program_does_not_call_code_compiled_that_no_folder_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiling() -> None:
+        warnings.warn("compiled code cannot be kept (no folder can be written)", levattn.CacheWarning, stacklevel=1)
+
+    monkeypatch.setattr(warming, "USES", {"sets": lambda _: [compiling]})
+    result = CliRunner().invoke(cli.build_app(), ["warmup"])
+    assert result.exit_code == 1
+    assert result.stderr == "levattn: compiled code cannot be kept (no folder can be written)\n"
 
 
 def test_the_program_refuses_an_unknown_use() -> None:

@@ -1,5 +1,7 @@
 """The command lines: options, help, and errors. The modules of `levattn.cli` have the commands' code."""
 
+from typing import get_type_hints
+
 import typer
 
 from levattn.cli.commands import contexts, demo, models, scores, universal_set
@@ -16,3 +18,7 @@ def add_commands(app: typer.Typer) -> None:
     contexts.add(app)
     demo.add_warmup(app)
     demo.add_completion(app)
+    for command in app.registered_commands:
+        for hint in get_type_hints(command.callback, include_extras=True).values():
+            for option in getattr(hint, "__metadata__", ()):
+                option.readable = False  # the code that opens a file says why it cannot, with status 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 import levattn
 from levattn.cli.commands.options import RESULTS, AsJson, HeavyFrom
 from levattn.cli.demo import run_demo
-from levattn.cli.output import report
+from levattn.cli.output import fail, report
 from levattn.cli.program import Command
 
 _HELP = """\
@@ -129,5 +130,10 @@ def add_warmup(app: typer.Typer) -> None:
             check_uses(uses or ())
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        levattn.warmup(*(uses or ()), progress=sys.stderr.isatty())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", levattn.CacheWarning)  # the code would be lost with this process
+            try:
+                levattn.warmup(*(uses or ()), progress=sys.stderr.isatty())
+            except levattn.CacheWarning as warning:
+                fail(str(warning))
         report("the kernels are compiled")

@@ -1,6 +1,5 @@
 """The command line of ``levattn scores``."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -137,5 +136,5 @@ def _scores(
     if id is not None and output is not None and output.suffix.lower() == ".npy":
         raise typer.BadParameter(f"{output} has no place for the identifiers of --id, expected {', '.join(SUFFIXES)}")
     with request.keys.from_pipe() as readable:
-        for name in names:
-            scores.score_keys(request.reading(replace(readable, tensor=name)), as_json, title=len(names) > 1)
+        for keys in readable.of_tensors(names):
+            scores.score_keys(request.reading(keys), as_json, title=len(names) > 1)

@@ -249,8 +249,8 @@ def _universal_set(
             raise typer.BadParameter(message)
     outputs = Outputs(as_json, plot, output, scores, title=len(names) > 1)
     with request.keys.from_pipe() as readable:
-        for name in names:
-            sets.find_sets(replace(request, keys=replace(readable, tensor=name)), outputs)
+        for keys in readable.of_tensors(names):
+            sets.find_sets(replace(request, keys=keys), outputs)
 
 
 def _conflicts(request: sets.Request, plot: Path | None) -> list[tuple[bool, str]]:
