@@ -190,9 +190,14 @@ class _Store:
         return sums.total(self._no_rows() if tail is None else tail)
 
     def _mass(self, factor: Factor) -> float:
-        """Return the sum of the scores of all rows of a factor."""
+        """Return the sum of the scores of all rows of a factor: its rank less the scores of the ridge.
+
+        A ridge below the rounding of the moment reaches out of the row space; its part there counts for nothing.
+        """
         rank = float(factor.rank[0])
-        return rank - float(_scores(factor, self._penalty()).sum()) if self.rule.root else rank
+        if not self.rule.root:
+            return rank
+        return rank - float(np.sum(factor.whitened(as_read(factor.on(self._penalty()).rows)) ** 2))
 
     def sample(self, numbers_end: int) -> RowSample:
         """Return the sample of all rows so far; the state is `settled`."""
@@ -214,7 +219,7 @@ class _Store:
             X, w = np.concatenate([X, self._penalty().keys[0]]), np.concatenate([w, np.ones(self.d)])
         if rank:
             extremes = eigenvalues_of(factor, factor.on(Rows(X[None], "float64")).rows, w)
-        promised = self.rule.promised(c, rank) if rank else 0.0
+        promised = self.rule.promised(c, self.d if self.rule.root else rank) if rank else 0.0
         counts, keys = np.ones(len(held), np.int64), as_they_came(held.keys, self.format)
         figures = extremes, promised, self.rule.delta, keys
         return RowSample(held.numbers, held.weights / p, counts, p, len(held), numbers_end, *figures)

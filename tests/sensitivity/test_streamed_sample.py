@@ -244,6 +244,15 @@ def test_few_and_no_rows() -> None:
     assert missing.promised == math.inf
 
 
+def test_a_ridge_below_the_rounding_of_dependent_keys_changes_no_row() -> None:
+    """Its part beyond the numerical row space was taken from the sum of the scores, which left none for the rows."""
+    K = np.random.default_rng(0).standard_normal((5000, 3))
+    K[:, 2] = K[:, 0]
+    plain, damped = (one(K, size=40, ridge=ridge) for ridge in (0.0, 1e-40))
+    assert damped.held == plain.held < 2500
+    assert np.array_equal(damped.result().indices, plain.result().indices)
+
+
 def test_a_ridge_takes_fewer_rows() -> None:
     K = np.random.default_rng(0).standard_normal((6000, 30)) * np.geomspace(1, 1e-4, 30)
     plain, damped = (one(K, distortion=0.8, ridge=ridge).result() for ridge in (0.0, 10.0))
