@@ -337,7 +337,7 @@ class LeverageSpectrumDisplay(Display):
         ylabel = "certified bound" if self.certified else "leverage score"
         ax.set(xscale="log", yscale="log", xlabel="keys, by descending score", ylabel=ylabel)
         ax.grid(alpha=0.25, lw=0.5)
-        ax.legend(loc="best", fontsize="small")
+        _add_legend(ax)
 
     def _plot_scores(self, ax: Axes) -> None:
         items, n = self.scores.shape
@@ -481,7 +481,23 @@ class CapturedMassDisplay(Display):
             ax.axvline(self.size, color=RED, lw=1.2, ls="--", label=f"|U| = {self.size:.3g}")
         ax.set(xscale="log", ylim=(0, 1.02), xlabel="keys", ylabel="captured attention mass")
         ax.grid(alpha=0.25, lw=0.5)
+        _add_legend(ax)
+
+
+def _add_legend(ax: Axes) -> None:
+    """Add a legend; matplotlib warns of one without entries, as of no items."""
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(loc="best", fontsize="small")
+
+
+_MOST_SHADED = 1e307  # matplotlib multiplies the ends of a color bar by up to 10
+
+
+def _require_shades(name: str, values: Float64) -> None:
+    """Raise for finite numbers beyond the range of a color bar."""
+    most = np.abs(values).max(initial=0.0, where=np.isfinite(values))
+    if most > _MOST_SHADED:
+        raise ValueError(f"{name} has a number of size {most:.3g}; expected at most {_MOST_SHADED:g}. Scale them down")
 
 
 def _order(name: str, given: Any, shape: tuple[int, ...]) -> Ints:
@@ -519,7 +535,7 @@ class LayerHeadDisplay(Display):
     Raises
     ------
     TypeError, ValueError
-        If `values` is not a matrix of numbers, or `layers` does not match its rows.
+        If `values` is not a matrix of numbers, holds finite ones beyond ±1e307, or `layers` does not match its rows.
 
     Examples
     --------
@@ -536,6 +552,7 @@ class LayerHeadDisplay(Display):
         )
         if self.values.ndim != 2:
             raise ValueError(f"values has shape {self.values.shape}, expected (layers, heads)")
+        _require_shades("values", self.values)
         self.label = label
         count = self.values.shape[0]
         self.layers: Ints = np.arange(count) if layers is None else np.asarray(layers, dtype=np.intp)
@@ -568,7 +585,7 @@ class LayerHeadDisplay(Display):
         Raises
         ------
         TypeError, ValueError
-            If `values` is not a matrix of numbers, or `layers` does not match its rows.
+            As for the class.
         """
         return cls(values, label=label, layers=layers).plot(ax)
 
@@ -874,8 +891,9 @@ class TokenStripDisplay(Display):
     TypeError
         If `tokens` is a single string or holds other items than strings, or `columns` is not an integer.
     ValueError
-        If `scores` or `kept` do not match the tokens, a score is not finite, or `columns` is below 2. Also by `plot`,
-        if there are more than 1000 lines for a new figure, or too many for letters of 4 points on `ax`.
+        If `scores` or `kept` do not match the tokens, a score is not finite or beyond ±1e307, or `columns` is below 2.
+        Also by `plot`, if there are more than 1000 lines for a new figure, or too many for letters of 4 points on
+        `ax`.
 
     Notes
     -----
@@ -909,6 +927,7 @@ class TokenStripDisplay(Display):
         if not np.isfinite(self.scores).all():
             first = np.flatnonzero(~np.isfinite(self.scores))[:5].tolist()
             raise ValueError(f"scores is not finite at {first}; expected a number for each token, such as 0 for none")
+        _require_shades("scores", self.scores)
         self.kept: Flags | None = None if kept is None else mask_of(kept, n, "kept", "token")
         self.columns = whole_number("columns", columns, 2)  # the width of a wide character
         self._pieces = list(_pieces(_spaced(self.tokens), self.columns))

@@ -153,6 +153,12 @@ def test_spectra_with_nothing_to_draw(ax: Any, scores: Array) -> None:
 # -- captured mass ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shape", [(0, 0), (0, 5)])
+def test_a_spectrum_of_no_items_has_no_legend(shape: tuple[int, int]) -> None:
+    """Matplotlib warns of a legend without entries."""
+    assert LeverageSpectrumDisplay.from_scores(np.zeros(shape)).ax_.get_legend() is None
+
+
 def test_a_set_of_a_stream_has_no_spectrum() -> None:
     state = StreamingUniversalSet(0.1)
     state.update(np.eye(4))
@@ -423,6 +429,8 @@ UNFIT: list[tuple[Any, str]] = [
     (lambda: strip(scores=[[0.1, 0.2]]), r"scores has shape \(1, 2\), expected \(2,\)"),
     (lambda: strip(scores=[0.1, np.nan]), r"scores is not finite at \[1\]"),
     (lambda: strip(scores=[np.inf, 0.1]), r"scores is not finite at \[0\]"),
+    (lambda: strip(scores=[1e308, -1e308]), r"scores has a number of size 1e\+308; expected at most 1e\+307"),
+    (lambda: LayerHeadDisplay([[0.0, -1e308, np.nan]], label=""), r"values has a number of size 1e\+308"),
     (lambda: strip("ab"), r"TypeError: tokens is a single string"),
     (lambda: strip(["a", 7]), r"TypeError: tokens\[1\] is 7; expected a string"),
     (lambda: strip(kept=[True]), r"kept has a mask of shape \(1,\), expected \(2,\)"),
