@@ -169,6 +169,12 @@ def test_heads_are_summed_apart() -> None:
         assert np.array_equal(moment[i, j], of(K[i, j]).result())
 
 
+@of_all_forms
+def test_an_empty_batch_takes_one_chunk_after_another(form: str) -> None:
+    state = of(rows(2, 5, 4, (0, 3)), form).update(rows(3, 6, 4, (0, 3)))
+    assert state.result().shape == ((0, 3, 4) if "diagonal" in form else (0, 3, 4, 4))
+
+
 def test_a_chunk_may_be_overwritten_after_update() -> None:
     K = rows(5, 700, 4)
     state, chunk = Moments(4), np.empty((100, 4))

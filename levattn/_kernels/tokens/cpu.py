@@ -117,7 +117,7 @@ def add_squares(
     if held is None:
         total, mass = np.zeros((b, d, d) if full else (b, 1, d)), np.zeros(b)
     else:
-        total, mass = np.array(held[0], np.float64).reshape(b, -1, d), np.array(held[1], np.float64)
+        total, mass = np.array(held[0], np.float64).reshape(b, d if full else 1, d), np.array(held[1], np.float64)
     rates = np.empty(0) if decay is None else np.ascontiguousarray(decay, np.float64)
     half = X.dtype == np.float16
     for low in range(0, T, _ROWS if half else max(T, 1)):
