@@ -134,6 +134,7 @@ def _in_words_of_the_program(option: str) -> Iterator[None]:
     except levattn.KeyFileError as error:
         problem, semicolon, remedy = str(error).rpartition("; ")
         remedy = re.sub(r"\b(columns|id|dtype)=('(\w+)')?", named, re.sub(r"\btensor\b=?", option, remedy))
+        remedy = re.sub(r"^leave (columns|id) out$", r"leave --\1 out", remedy)
         if option != "--tensor":
             remedy = remedy.replace("the keys", "the queries")
         problem = re.sub(r"got tensor=", f"got {option} ", problem)

@@ -352,7 +352,7 @@ class _Run:
         if not path.exists():
             return 0
         try:
-            fields, arrays = unpack(path.read_bytes(), "TwoPasses", _VERSION)
+            fields, arrays = unpack(path.read_bytes(), "TwoPasses", _VERSION, "it", "the progress of two passes")
             self._n, self._done = None if fields["n"] is None else whole(fields["n"]), whole(fields["done"])
             kind, record = fields["kind"], fields["record"]
             if fields["job"] != self._checkpoint.job:

@@ -411,9 +411,14 @@ class ChunkForm:
             )
         require_format(name, other.format, self.format)
         if other.payload != self.payload:
-            tails = (("".join(f", {size}" for size in shape), dtype) for shape, dtype in self.payload)
-            shapes = [f"{dtype} of shape (..., m{tail})" for tail, dtype in tails]
-            raise ValueError(f"payload of {name} differs from that before; expected {shapes[0] if shapes else 'none'}")
+            came, before = (
+                [f"{dtype} of shape (..., m{''.join(f', {size}' for size in shape)})" for shape, dtype in form.payload]
+                for form in (other, self)
+            )
+            raise ValueError(
+                f"payload of {name} is {came[0] if came else 'left out'}; expected {before[0] if before else 'none'}, "
+                "as before. Give the same kind with all chunks, or none"
+            )
 
 
 class CandidateStore:

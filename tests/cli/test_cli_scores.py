@@ -169,7 +169,7 @@ def test_wrong_names_of_columns(tmp_path: Path, table: Path, command: str) -> No
         assert "expected different names with commas" in refused(command, table, f"--columns={columns}", status=2)
     np.save(tmp_path / "keys.npy", np.eye(3))
     line = refused(command, tmp_path / "keys.npy", "--id", "name")
-    assert line.endswith("holds an array without columns, got --id 'name'; leave id out\n")
+    assert line.endswith("holds an array without columns, got --id 'name'; leave --id out\n")
 
 
 # -- scores ------------------------------------------------------------------------------------------------

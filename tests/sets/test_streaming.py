@@ -892,7 +892,7 @@ BAD_MERGES: dict[str, tuple[type[Exception], tuple[str, ...], Callable[[], Any]]
     "columns": (ValueError, ("other", "d = 2", "d = 3"), lambda: placed(100, GOOD[:, :2])),
     "batch": (ValueError, ("other", "batch", r"\(1,\)"), lambda: placed(100, GOOD[None])),
     "dtype": (TypeError, ("other", "float32", "float64", "convert"), lambda: placed(100, GOOD.astype("f4"))),
-    "payload": (ValueError, ("payload", "other", "none"), lambda: placed(100, payload=np.arange(12))),
+    "payload": (ValueError, ("payload", "other", "int64", "none"), lambda: placed(100, payload=np.arange(12))),
     "same-rows": (ValueError, ("rows 0 to 11", "row_start"), lambda: placed(0)),
     "rows-within": (ValueError, ("rows 5 to 6", "row_start"), lambda: placed(5, GOOD[:2])),
     "rows-at-the-end": (ValueError, ("rows 11 to 11", "row_start"), lambda: placed(11)),
