@@ -39,7 +39,7 @@ from levattn.sensitivity.certificates import lift_columns, lifted_rows, root_err
 from levattn.states import factor_of, factor_of_sum
 from levattn.states.blocks import rows_in_memory
 
-_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen
+_NARROW = 2.0**-60  # squares of columns, and ε, above which float32 has the range for a screen, and for its scores
 _SINGLE_ERROR = 2.0**-8  # largest error of a score of such a screen
 
 
@@ -64,6 +64,7 @@ class Screen:
         near = ((diagonal > _NARROW) & (diagonal < 1 / _NARROW)).all(axis=1) & (epsilon > _NARROW)
         quick = simple & near & (single <= _SINGLE_ERROR) & (factor.error < PLAIN_ERROR)
         self.own = factor  # with the arithmetic in which it came
+        factor = factor if epsilon > _NARROW else factor.exactly()
         arithmetic: list[Arithmetic] = ["single" if q else a for q, a in zip(quick, factor.arithmetic, strict=True)]
         error, factor = np.where(quick, single, error), replace(factor, arithmetic=tuple(arithmetic))
         reached = bool((factor.rank == d).all())
@@ -200,14 +201,15 @@ class RunningSquares:
     def screened(self, rows: Rows, _labels: Labels | None, epsilon: float, member: bool) -> Listed:
         """List the keys that may have a bound of at least ε; `member` if all of them are among the screen's."""
         screen, rows = self._made_screen(rows, epsilon), self.read(rows)
-        scores = screen.factor.on(rows).scores(member=member)[0]
+        scores = screen.factor.on(rows).scores(as_float64=epsilon <= _NARROW, member=member)[0]
         return screen.reached(scores, rows.mask, member)
 
     def screened_ahead(self, rows: Rows, labels: Labels | None, epsilon: float) -> tuple[Listed, Ahead | None]:
         """List the keys outside the screen that may have a bound of at least ε; return the sums for `add` as well."""
         screen = self._made_screen(rows, epsilon)
         # sums of several parts take each block by itself; beside them a second reading costs nothing
-        if not screen.plain or not isinstance(rows.keys, np.ndarray) or self.sums.several:
+        apart = self.sums.several or epsilon <= _NARROW
+        if apart or not screen.plain or not isinstance(rows.keys, np.ndarray):
             return self.screened(rows, labels, epsilon, member=False), None
         rows = self.read(rows)
         factor = screen.factor

@@ -912,6 +912,18 @@ def test_a_bad_merge_leaves_both_states_as_they_were(name: str) -> None:
     assert state.merge(placed(12)).n == 24
 
 
+@pytest.mark.parametrize("size", [1e-10, 4.4e-22, 1.5e-23, 1e-40])
+def test_no_key_of_float32_is_missed_at_thresholds_below_its_range(size: float) -> None:
+    """The score of a key beside one of size 1 is its square, which float32 may round to few digits, or to 0."""
+    K = np.full((5000, 1), size, np.float32)
+    K[[0, 3000]] = 1
+    score = float(K[1, 0]) ** 2 / 2
+    for epsilon, least in ((score * (1 - 1e-6), 5000), (score * (1 + 1e-6), 2)):
+        state = stream(K[:2500], epsilon).update(K[2500:])
+        assert len(state.result()) == least
+        assert len(stream(K[2500:], epsilon, row_start=2500).merge(stream(K[:2500], epsilon, row_start=0)).result()) == least
+
+
 def test_rows_with_and_without_numbers_do_not_mix() -> None:
     state, other = stream(GOOD, 0.1), placed(100)
     with pytest.raises(ValueError, match=r"other .*row_start.*both or neither"):
