@@ -61,11 +61,11 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     # Others may not read what is to replace a private file, from the first byte on.
     least = 0o666 if mode is None else 0o600
     temporary = target.with_name(f".{_beginning(target)}.{secrets.token_hex(6)}.tmp")
-    try:
-        stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115 (below)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # of the kind of its number
-    try:
+    try:  # an interrupt may come as soon as the file is there
+        try:
+            stream = open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, least))  # noqa: SIM115
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # of the kind of its number
         if mode is not None:
             with contextlib.suppress(OSError):  # a file system without modes
                 temporary.chmod(mode)

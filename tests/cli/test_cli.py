@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -791,16 +790,3 @@ def test_each_of_several_arrays_has_a_table(tmp_path: Path, keys: Array, command
         assert "for one array" in refused(command, path, *names, option, tmp_path / output, status=2)
     assert not (tmp_path / output).exists()
     assert "has no tensor 'fourth'" in refused(command, path, *names, "--tensor", "fourth")  # before any table
-
-
-def test_a_file_without_permission_is_refused_with_status_1(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Typer's own check of the permission would take it for a wrong command line; a superuser may read all files."""
-
-    def forbidden(path: Path, *_: Any, **__: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode, **how: mode != os.R_OK and access(path, mode, **how))
-    monkeypatch.setattr(Path, "open", forbidden)
-    for command in ("universal-set", "scores"):
-        assert f"{file}: no permission; choose another place" in refused(command, file)

@@ -147,6 +147,19 @@ def test_a_warning_of_levattn_is_one_line(file: Path, monkeypatch: pytest.Monkey
     assert (result.exit_code, result.stderr) == (0, "levattn: compiled code cannot be \\x1bkept\n")
 
 
+def test_a_file_without_permission_is_refused_with_status_1(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typer's own check of the permission would take it for a wrong command line; a superuser may read all files."""
+
+    def forbidden(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: mode != os.R_OK and access(path, mode, **how))
+    monkeypatch.setattr(Path, "open", forbidden)
+    for command in ("universal-set", "scores"):
+        assert f"{file}: no permission; choose another place" in refused(command, file)
+
+
 def test_a_scheduler_that_does_not_answer_is_one_line_with_a_remedy(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,14 @@
-"""Arrays and threads, their parts.
+"""Arrays, threads and files, their parts.
 
-Inside: the number of threads and the memory of an array show in no result.
+Inside: the number of threads and the memory of an array show in no result, and interrupts are planted.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,24 @@ def test_an_array_on_the_memory_of_a_tensor_keeps_it() -> None:
         gc.collect()
         assert kept() is not None
         np.testing.assert_array_equal(part, expected[..., :1] if expected.ndim else expected)
+
+
+def test_an_interrupt_while_a_temporary_file_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = os.open
+
+    def interrupted(path: Any, *options: Any, **more: Any) -> int:
+        file = made(path, *options, **more)
+        if str(path).endswith(".tmp"):
+            os.close(file)
+            raise KeyboardInterrupt
+        return file
+
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        levattn.StreamingUniversalSet(0.5).save(tmp_path / "state")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
