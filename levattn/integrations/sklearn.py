@@ -230,7 +230,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Return the leverage of rows against the fitted rows.
 
         The leverage of a fitted row is its leverage score. Another row may have a leverage above 1. It is infinite if
-        the row lies outside the row space of the fit by more than rounding, or if its leverage is beyond the range of
+        the row lies outside the row space of the fit by more than rounding. It is also infinite beyond the range of
         the dtype. A fitted row on the edge of the numerical
         rank also gets infinity, where `leverage_scores` gives 1. A score may err upward there, never downward.
 
@@ -278,7 +278,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         sklearn.exceptions.NotFittedError
             If the estimator is not fitted.
         TypeError, ValueError
-            If X is not a dense array of finite numbers with the columns of the fit, or a whitened row is beyond the
+            If X is not a dense array of finite numbers with the columns of the fit. If a whitened row is beyond the
             range of the dtype.
         """
         factor = self._factor_on(X)

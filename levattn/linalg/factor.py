@@ -414,7 +414,7 @@ class Factor:
         return products.reshape(*first, *products.shape[1:])
 
     def _whitened_rows(self, X: Any, name: str) -> tuple[tuple[int, ...], list[Float64]]:
-        """Return the batch of some rows and the whitened rows of each matrix, NaN where they are outside."""
+        """Return the batch of some rows and the whitened rows of each matrix, with a last column, NaN outside."""
         matrices, rows = self._given(X, name)
         outside = np.isinf(to_numpy(self.scores_of(X))).reshape(len(self.rank), -1)
         whitened = []
@@ -422,7 +422,9 @@ class Factor:
             one = self.item(item).on(rows.item(item))
             with np.errstate(over="ignore", invalid="ignore"):  # of rows that become NaN
                 found = one.whitened(as_read(one.rows))
-            whitened.append(np.where(outside[item][:, None], np.nan, found))
+            # a column of its own makes products NaN, also where the rank is 0
+            unknown = np.where(outside[item], np.nan, 0.0)[:, None]
+            whitened.append(np.hstack([np.where(outside[item][:, None], 0.0, found), unknown]))
         return matrices.batch, whitened
 
     def _given(self, X: Any, name: str) -> tuple[Matrices, Rows]:

@@ -149,15 +149,3 @@ def require_products(keys: Float64, roots: Float64) -> None:
     inside = (products >= _SMALLEST) & np.isfinite(products)
     if (np.isfinite(sizes) & (sizes > 0) & (roots > 0) & ~inside & (roots != 1)).any():
         raise ValueError("weights leave the range of float64 together with K; expected their largest near 1")
-
-
-def weighted_rows(rows: Rows, roots: Float64) -> Rows:
-    """Return rows with the roots (b, n) of weights, times which keys of float64 are written out."""
-    if rows.format != "float64" or rows.scale is not None:
-        return replace(rows, weights=roots)
-    keys = rows.keys
-    if isinstance(keys, Csr):
-        columns, values = keys.entries()
-        keys = Csr(keys.indptr - keys.indptr[0], columns, values * np.repeat(roots[0], keys.counts), keys.d)
-        return replace(rows, keys=keys)
-    return replace(rows, keys=keys * to_device(roots[:, :, None], keys))

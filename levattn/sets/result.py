@@ -683,7 +683,8 @@ def _require_item_of(keys: Matrices, universal: UniversalSet, name: str) -> None
         counted = scores == 1  # among them rows outside the numerical row space
         same = counted | (np.abs(again - scores) <= 8 * margin * scores + 1e-30)
     else:  # the scores are of some columns, but the keys themselves are there
-        same = rows == to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
+        held = to_float64(take_rows(wide.rows.keys, sample), keys.format)[0]
+        same = rows == (held if wide.rows.weights is None else held * wide.rows.weights[0, sample, None])
     if not same.all():
         raise ValueError(f"{name} is of other keys than K: their scores differ; expected the set of the same keys")
 

@@ -26,7 +26,7 @@ from levattn.io.source import whole_keys
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
 from levattn.linalg.routes import FINE_ERROR
-from levattn.linalg.weighted import weighted, weighted_rows
+from levattn.linalg.weighted import weighted
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
 from levattn.sensitivity.leverage import SCANNED, ScoreMethod, check_method, factorize, rows_of
@@ -594,8 +594,8 @@ def _of_weighted(factor: Factor, roots: Float64, power: int) -> tuple[Factor, Fl
     The rounding of these products adds to the error of the factor.
     """
     roots, wide = np.ldexp(roots, power), factor.wide
-    if wide is not None:  # which holds the keys
-        wide = replace(wide, rows=weighted_rows(wide.rows, roots))
+    if wide is not None:  # which holds the keys, whose span no rounded product changes
+        wide = replace(wide, rows=replace(wide.rows, weights=roots))
     hidden = {item: fine and _over_power(fine, power) for item, fine in factor.hidden.items()}
     shortened = {item: _over_power(one, power) for item, one in factor.shortened.items()}
     factor = replace(_over_power(factor, power), wide=wide, hidden=hidden, shortened=shortened)

@@ -67,6 +67,24 @@ def test_keys_with_fewer_rows_than_columns() -> None:
         levattn.universal_set(strategies.csr(K), 0.5).scores_of(rows)
 
 
+@pytest.mark.parametrize("keys", [np.zeros((0, 2)), np.zeros((3, 2))], ids=["none", "zeros"])
+def test_cross_leverage_of_rows_outside_a_space_of_nothing(keys: Any) -> None:
+    """There is no whitened column that could hold NaN."""
+    found = levattn.universal_set(keys, 0.1).factor.cross_leverage(np.array([[1.0, 0], [0, 0]]))
+    np.testing.assert_array_equal(found, [[np.nan, np.nan], [np.nan, 0]])
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_fewer_weighted_keys_than_columns_lie_in_their_row_space(n: int, dtype: str) -> None:
+    """Products with roots of weights are rounded, and would span another space."""
+    K = np.random.default_rng(0).standard_normal((n, 4)).astype(dtype)
+    weights = np.arange(3.0, 3 + n)
+    factor = levattn.universal_set(K, 0.1, weights=weights).factor
+    np.testing.assert_allclose(factor.scores_of(K), 1 / weights, rtol=1e-6)
+    assert np.isinf(factor.scores_of(np.eye(4, dtype=dtype))).all()
+
+
 @pytest.mark.parametrize("center", [False, True])
 def test_cross_leverage_is_the_hat_matrix(center: bool) -> None:
     for K in (TALL, DUMMIES, RNG.standard_normal((4, 9))):

@@ -921,7 +921,10 @@ def test_no_key_of_float32_is_missed_at_thresholds_below_its_range(size: float) 
     for epsilon, least in ((score * (1 - 1e-6), 5000), (score * (1 + 1e-6), 2)):
         state = stream(K[:2500], epsilon).update(K[2500:])
         assert len(state.result()) == least
-        assert len(stream(K[2500:], epsilon, row_start=2500).merge(stream(K[:2500], epsilon, row_start=0)).result()) == least
+        assert (
+            len(stream(K[2500:], epsilon, row_start=2500).merge(stream(K[:2500], epsilon, row_start=0)).result())
+            == least
+        )
 
 
 def test_rows_with_and_without_numbers_do_not_mix() -> None:
