@@ -231,8 +231,8 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
         The leverage of a fitted row is its leverage score. Another row may have a leverage above 1. It is infinite if
         the row lies outside the row space of the fit by more than rounding. It is also infinite beyond the range of
-        the dtype. A fitted row on the edge of the numerical
-        rank also gets infinity, where `leverage_scores` gives 1. A score may err upward there, never downward.
+        the dtype. A fitted row on the edge of the numerical rank also gets infinity, where `leverage_scores` gives 1.
+        A score may err upward there, never downward.
 
         Large scores mark unusual rows, while scikit-learn's outlier detectors give unusual rows small scores. Negate
         the scores where a larger score must mean a more usual row.
