@@ -191,7 +191,7 @@ def test_at_any_time_the_result_is_the_universal_set_of_the_keys_so_far(kind: st
             assert bits(state.result()) == bits(found)
         assert found.rank == naive.rank_exact(K)
         if kind not in ILL:
-            assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of twofold sums
+            assert slack(found) <= 1.2e-9  # the tie, and the rounding of a score and of sums
 
 
 @kinds
