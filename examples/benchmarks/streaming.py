@@ -182,6 +182,10 @@ def others(rounds: int) -> None:
         "x², condition 1e4, float32": (conditioned(FEW_ROWS, D, 1e4, "float32"), 2),
         "x², condition 1e4, float64": (conditioned(FEW_ROWS, D, 1e4, "float64"), 2),
         "x², condition 1e8, float64": (conditioned(FEW_ROWS, D, 1e8, "float64"), 2),
+        "x², rows less their mean, float64": (
+            (K := conditioned(FEW_ROWS, D, 1.0, "float64")) - K.mean(1, keepdims=True),
+            2,
+        ),
         "Huber, Gaussian": (keys(FEW_ROWS), levattn.Huber()),
         "x⁴, Gaussian, d = 8": (np.ascontiguousarray(keys(FEW_ROWS)[:, :8]), 4),
     }
