@@ -27,6 +27,7 @@ _MOST_VERTICES = 20_000_000  # subsets times keys
 _MOST_POWER = 1000  # largest power of two in a query: products with keys of reciprocal size have a finite sum
 _MOST_LOGIT = 1e100  # its square is still finite
 _FAINT = 1e-150  # relative to the largest key: squares of smaller keys leave the range of float64
+_LEAST = 2.0**-1074  # a bound of sensitivities below the range of float64
 _CLOSED = 1e-11  # relative width at which a bracket is final
 _STEPS = 300
 _ENTRIES = 4_000_000  # of the largest temporary array
@@ -91,9 +92,10 @@ def exact_sensitivities(K: Any, /, f: Any = 2) -> ExactSensitivities:
     For p < 1 they are wider by about :math:`10^{-15p}` where r keys or more are orthogonal to one query, with r the
     rank.
 
-    All brackets hold up to the rounding of float64 (about :math:`10^{-14}` times the condition number of the keys with
-    scaled columns). `upper` is 1 for a key that reaches outside the numerical row space by more than rounding. So it
-    is for a key that is smaller than the others by a factor of :math:`10^{150}`.
+    All brackets hold up to the rounding of float64. This is about :math:`10^{-14}` times the condition number of the
+    keys with scaled columns, for p < 1 to the power p. Keys that lie in the numerical row space up to rounding count as
+    if they lay in it. `upper` is 1 for a key that reaches outside by more. So it is for a key that is smaller than the
+    others by a factor of :math:`10^{150}`.
 
     Parameters
     ----------
@@ -192,7 +194,7 @@ def _of_power(keys: Float64, f: Power) -> ExactSensitivities:
         q = unreduced(_unit(y))  # the size does not matter, and the powers of numbers up to 1 do not overflow
         # For a row that B misses, products with B may be noise.
         low[missed] = np.diagonal(_scores(f, q[missed] @ rows.T, counts)[:, missed])
-        high = np.where(missed, 1.0, np.maximum(high, low))
+        high = np.where(missed, 1.0, np.maximum(high, np.maximum(low, _LEAST)))
     lower[live], upper[live] = np.minimum(low, 1.0)[inverse], np.minimum(high, 1.0)[inverse]
     queries[live] = q[inverse]
     return ExactSensitivities(lower, upper, queries, method)

@@ -39,7 +39,8 @@ def assert_bracket(found: ExactSensitivities, width: float = CLOSED) -> None:
     assert found.lower.dtype == found.upper.dtype == np.float64
     assert np.all(found.lower <= found.upper)
     assert np.all((found.lower >= 0) & (found.upper <= 1))
-    assert np.all(found.upper - found.lower <= width * found.upper)
+    # the lower end of a sensitivity below the range of float64 is 0, and its upper end the least number
+    assert np.all(found.upper - found.lower <= np.maximum(width * found.upper, 2.0**-1074))
 
 
 # -- closed forms ----------------------------------------------------------------------
@@ -92,6 +93,13 @@ def test_large_powers(p: float) -> None:
     reached = (sizes / sizes.max(axis=1, keepdims=True)) ** p
     reached /= reached.sum(axis=1, keepdims=True)
     assert (reached.max(axis=0) <= found.upper * (1 + 1e-9)).all()
+
+
+def test_sensitivities_below_the_range_have_an_upper_end_above_0() -> None:
+    """The second key has the score 1e-480 for every query, and the third 0."""
+    found = exact_sensitivities(np.array([[1.0], [1e-120], [0.0]]), 4)
+    np.testing.assert_array_equal(found.lower, [1, 0, 0])
+    np.testing.assert_array_equal(found.upper, [1, 2.0**-1074, 0])
 
 
 def test_softmax_of_two_keys() -> None:
