@@ -93,9 +93,9 @@ def exact_sensitivities(K: Any, /, f: Any = 2) -> ExactSensitivities:
     rank.
 
     All brackets hold up to the rounding of float64. This is about :math:`10^{-14}` times the condition number of the
-    keys with scaled columns, for p < 1 to the power p. Keys that lie in the numerical row space up to rounding count as
-    if they lay in it. `upper` is 1 for a key that reaches outside by more. So it is for a key that is smaller than the
-    others by a factor of :math:`10^{150}`.
+    keys with scaled columns, for p < 1 to the power p. Keys that lie in the numerical row space up to rounding count
+    as if they lay in it. `upper` is 1 for a key that reaches outside by more. So it is for a key that is smaller than
+    the others by a factor of :math:`10^{150}`.
 
     Parameters
     ----------

@@ -519,18 +519,20 @@ class _Attention:
         return np.flatnonzero(few)
 
     def above_rounding(self, A: Float64, Q: Float64, noise: Float64, rows: Float64, D: Float64) -> Float64:
-        """Return shares, with bounds for the queries whose largest share here is within the rounding of products.
+        """Return shares, with bounds for the queries whose largest share here may err by `_SURE` or underflow.
 
         An exact product of 0 has the share 0. All others have at least the least positive number.
         """
+        f, lost = cast(AttentionFunction, self.f), _floor(self.f)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            hides = ~(A.max(axis=1, initial=0.0) > self.f(noise) / D)
+            felt = f(noise * max(f.growth, 1.0) / _SURE) + lost / _SURE
+            hides = ~(A.max(axis=1, initial=0.0) > felt / D + LEAST_POSITIVE / _SURE)
             hidden = np.flatnonzero(hides & (D > 0))
             hidden = hidden[_meet(Q[hidden], rows).any(axis=1)]  # the others have exact zeros alone
             if len(hidden):
                 Z, error = certain_products(Q[hidden], rows)
                 size = np.abs(Z) + error
-                bound = np.clip(self.f(size) / D[hidden, None], LEAST_POSITIVE, 1.0)
+                bound = np.minimum((f(size) + lost) / D[hidden, None] + LEAST_POSITIVE, 1.0)
                 A[hidden] = np.fmax(A[hidden], np.where(size > 0, bound, 0.0))
         return A
 

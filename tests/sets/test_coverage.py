@@ -425,6 +425,17 @@ def test_needs_are_those_of_exact_products() -> None:
         np.testing.assert_allclose(found.needs, exact, rtol=1e-6, atol=1e-9, err_msg=wish)
 
 
+@pytest.mark.parametrize(("p", "key"), [(1, [0.1, -0.1 * (1 - 2.0**-36)]), (20, [1.5e-16, 0.0])])
+def test_the_epsilon_of_a_size_bounds_the_tiniest_scores(p: int, key: list[float]) -> None:
+    """A product that nearly cancels has few digits, and so has a power near the end of the range."""
+    K, Q = np.array([[1.0, 0.0], key]), np.repeat(rng_of(14).standard_normal((9, 1)), 2, axis=1)
+    odds = [abs(sum(Fraction(a) * Fraction(b) for a, b in zip(q, key, strict=True)) / Fraction(q[0])) ** p for q in Q]
+    exact = sorted(x / (1 + x) for x in odds)
+    needs = covering(K, Q, f=p, size=1, scores=np.array([2.0, 1.0])).needs
+    assert all(Fraction(x) >= y * (1 - Fraction(1, 10**9)) for x, y in zip(needs, exact, strict=True))
+    np.testing.assert_allclose(needs, [float(y) for y in exact], rtol=1e-5, atol=1e-300)
+
+
 @pytest.mark.parametrize("p", [0.5, 1, 2, 7.5, 100, 1000])
 @pytest.mark.parametrize("scale", [2.0**-1040, 2.0**-600, 1.0, 2.0**900])
 def test_no_scale_and_no_power_changes_a_need(p: float, scale: float) -> None:
