@@ -20,7 +20,7 @@ from levattn.functions import AttentionFunction, Softmax, as_function, is_square
 from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.accumulator import UNIT
-from levattn.linalg.factor import Factor, upper_form
+from levattn.linalg.factor import Factor, normalizer_rounding, upper_form
 from levattn.sensitivity.leverage import factorize
 from levattn.sensitivity.shares import BLOCK_ENTRIES, certain_products, share_blocks
 from levattn.states import Moments
@@ -378,10 +378,11 @@ def expected_scores(
     changes nothing. For whitened queries (their second moment is the inverse of KᵀK) the scores are the leverage
     scores divided by the rank. A singular second moment is handled in its row space. Queries orthogonal to all keys
     give scores of 0. If more than some seven digits cancel in products of a sample and the keys, all products are
-    computed. This takes time O(n m (d + m)) and memory O(m²). It is not done with `rotary`, whose rotation rounds the
+    computed. So they are for keys of very different lengths, whose normalizer loses digits. This takes time
+    O(n m (d + m)) and memory O(m²). Moments, and a sample with `rotary`, have d rows of a rounded root in place of m
     queries. Moments of queries with condition number κ lose κ² units of rounding. Beyond 10⁷ they do not resolve the
-    small directions of the queries. Moments that decay are sums in float64. They are refused where
-    their rounding may reach a thousandth of the variance of the queries.
+    small directions of the queries. Moments that decay are sums in float64. They are refused where their rounding may
+    reach a thousandth of the variance of the queries.
 
     *Otherwise* time O(m n d) for m queries (or draws), twice, in float64. A sample at h positions takes h times as
     long. Memory O(n + m d) and 32 MiB.
@@ -482,9 +483,13 @@ def _of_squares(matrices: Matrices, known: Queries) -> Any:
     arithmetic: list[Arithmetic] = []
     again: dict[int, Float64] = {}
     for item in range(b):
-        W[item], cancellation = _weighted_basis(factor, item, known.root(item), known.powers)
-        if UNIT * cancellation > _CANCELLED and known.sample is not None and known.positions == 1:
-            again[item] = _of_products(known.sample[item], matrices.item(item), matrices.present[item])
+        L = known.root(item)
+        W[item], cancellation = _weighted_basis(factor, item, L, known.powers)
+        # the normalizer of keys that hide directions has few digits
+        if UNIT * cancellation * normalizer_rounding(factor, item) > _CANCELLED:
+            # a root has the second moment of the queries, and one power for all columns if there is no plain sample
+            Q = L.T if known.sample is None or known.rotary is not None else known.sample[item]
+            again[item] = _of_products(Q, matrices.item(item), matrices.present[item])
         quick = factor.arithmetic[item] == "single" and kernels.SINGLE_UNIT * cancellation <= _SINGLE_PRODUCTS
         arithmetic.append("single" if quick else "double")
     for one in dict.fromkeys(arithmetic):

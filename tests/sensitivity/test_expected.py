@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 
 import levattn
 import naive
@@ -581,6 +582,19 @@ def test_normal_scores_of_products_that_cancel_are_those_of_the_exact_products(s
     found = levattn.expected_scores(K, Q, mask=mask)
     np.testing.assert_allclose(found, expected, rtol=1e-6 if storage == "float32" else 1e-9, atol=1e-12)
     assert found.sum() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sample", "covariance", "rotary", "sparse"])
+def test_scores_of_keys_of_very_different_lengths_sum_to_one(kind: str) -> None:
+    """Their least directions are below the numerical rank, so a normalizer may err by 1e-7."""
+    for seed in (3, 22, 53):
+        rng = np.random.default_rng(seed)
+        K = rng.standard_normal((4, 3)) * [[2.0**-17], [2.0**40], [2.0**-14], [2.0**8]]
+        Q = rng.standard_normal((5, 3)) * [1.0, 0.1, 50.0]
+        queries = (np.zeros(3), Q.T @ Q / 5) if kind == "covariance" else Q
+        rotary = (np.ones((1, 2)), np.zeros((1, 2))) if kind == "rotary" else None
+        found = levattn.expected_scores(scipy.sparse.csr_array(K) if kind == "sparse" else K, queries, rotary=rotary)
+        assert found.sum() == pytest.approx(1, abs=1e-9)
 
 
 def test_decaying_moments_of_equal_queries_and_of_constant_columns_are_taken() -> None:
