@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -263,16 +263,30 @@ def _ends(factor: Factor, item: int, seed: int, chance: float) -> tuple[float, f
     values = lapack(np.linalg.eigvalsh, T)
     width = float(values[-1] - values[0])
     beyond = epsilon * width / max(1 - 2 * epsilon, 1e-3)
+    # products K(Wx) cancel where columns depend on each other; an error e of each moves ends by at most 3√k e
+    beyond += 3 * math.sqrt(len(alpha)) * UNIT * _cancellation(factor, item) * abs(float(values[-1]))
     return max(float(values[0]) - beyond, 0.0) * (1 - 1e-9), (float(values[-1]) + beyond) * (1 + 1e-9)
+
+
+def _cancellation(factor: Factor, item: int) -> float:
+    """Return ``√(Σ ‖K_i‖² ‖W_i‖²)`` over the columns of the keys and the rows of W, where ‖KW‖ is about 1."""
+    sizes = np.sum([np.einsum("ij,ij->j", X, X) for X in _blocks(factor, item)], axis=0)
+    with np.errstate(over="ignore"):
+        return float(np.linalg.norm(np.sqrt(sizes) * np.linalg.norm(factor.whitening[item], axis=1)))
 
 
 def _times(factor: Factor, item: int, W: Float64, x: Float64) -> Float64:
     """Return WᵀKᵀKW x, summed over blocks of keys."""
-    one = factor.rows.item(item)
     y = W @ x
     out = np.zeros(len(y))
-    step = max(256, _BLOCK // len(y))
-    for start in range(0, one.shape[1], step):
-        X = float64_rows(one, start, min(start + step, one.shape[1]))
+    for X in _blocks(factor, item):
         out += X.T @ (X @ y)
     return np.asarray(W.T @ out)
+
+
+def _blocks(factor: Factor, item: int) -> Iterator[Float64]:
+    """Yield the keys of one matrix, in float64."""
+    one = factor.rows.item(item)
+    step = max(256, _BLOCK // one.shape[2])
+    for start in range(0, one.shape[1], step):
+        yield float64_rows(one, start, min(start + step, one.shape[1]))

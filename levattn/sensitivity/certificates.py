@@ -230,7 +230,8 @@ def _direct(problem: Problem) -> tuple[Float64, None]:
         constant = np.max(logs, axis=1, keepdims=True, initial=-np.inf)
         constant = np.where(np.isfinite(constant), constant, 0.0) * (1 - p / 2)
     else:
-        constant = (p / 2 - 1) * np.log(np.maximum(problem.counts[:, None], 1))
+        some = np.count_nonzero(tau, axis=1)[:, None]  # keys of zeros add nothing to either norm
+        constant = (p / 2 - 1) * np.log(np.maximum(some, 1))
     return np.asarray(np.exp(np.minimum(constant + p / 2 * logs + LOG_ERROR * (1 + p), 0.0))), None
 
 

@@ -105,6 +105,15 @@ def test_auto_is_the_least_of_the_others(f: Any) -> None:
     assert auto.total == pytest.approx(auto.upper.sum())
 
 
+@pytest.mark.parametrize("p", [1.0, 3.0])
+def test_keys_of_zeros_change_no_bound_by_leverage(p: float) -> None:
+    K = np.random.default_rng(2).standard_normal((30, 3))
+    mask = np.arange(33) != 31
+    more = levattn.sensitivities(np.concatenate([K, np.zeros((3, 3))]), p, method="leverage", mask=mask).upper
+    np.testing.assert_allclose(more[:30], levattn.sensitivities(K, p, method="leverage").upper, rtol=1e-12)
+    assert not more[30:].any()
+
+
 @pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0, 4.0, 6.0])
 def test_converged_lewis_weights_sum_to_the_rank(p: float) -> None:
     K = np.random.default_rng(0).standard_normal((300, 5)) * np.clip(
