@@ -181,12 +181,13 @@ def sensitivities(
         The attention function; a number p is abs(x)^p.
     method : {"auto", "leverage", "lewis", "lift", "block", "jensen", "ball"}
         "leverage": for abs(x)^p from the leverage scores τ alone, :math:`\tau_{\max}^{1-p/2} \tau_j^{p/2}` for p ≤
-        2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2 and n keys that are not zero; exact for p = 2. "lewis": for
-        abs(x)^p from Lewis weights, converged or not. "lift": for even p the leverage scores of all products of p/2
-        coordinates. "block": for every function of the protocol, from leverage scores with respect to the blocks of a
-        random partition. For growth above 2 it uses Lewis weights of the blocks. "jensen": for `Softmax` from the
-        distances of the keys to their mean. "ball": the bound of "jensen", improved by a concave program for keys
-        whose bound is at least ε. "auto": the element-wise minimum of the methods that apply and are not too expensive.
+        2 and :math:`n^{p/2-1} \tau_j^{p/2}` for p ≥ 2; exact for p = 2. Here n counts the keys that are not zero.
+        "lewis": for abs(x)^p from Lewis weights, converged or not. "lift": for even p the leverage scores of all
+        products of p/2 coordinates. "block": for every function of the protocol, from leverage scores with respect to
+        the blocks of a random partition. For growth above 2 it uses Lewis weights of the blocks. "jensen": for
+        `Softmax` from the distances of the keys to their mean. "ball": the bound of "jensen", improved by a concave
+        program for keys whose bound is at least ε. "auto": the element-wise minimum of the methods that apply and are
+        not too expensive.
     mask : array of bool, shape (..., n), optional
         True for a key that takes part; the others have bound 0.
     epsilon : float in (0, 1], default 0.05

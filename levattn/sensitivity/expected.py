@@ -311,7 +311,8 @@ def expected_scores(
     **Guarantee.** Under the assumed distribution the score is exact ("normal" for x²) or the exact mean over the
     sample ("mean"), up to 1e-9. Products of a sample and the keys that cancel in float64 are computed in twice the
     precision. Where they are so small that Huber, Tukey, L1L2 or Fair of them vanish in float64, it is x²/2 that
-    counts. "normal" for other functions gives a mean over draws with a standard error of at most
+    counts. Logits of softmax are rounded, so its scores also err by 2⁻⁵¹ of the largest logit. "normal" for other
+    functions gives a mean over draws with a standard error of at most
     :math:`\tfrac12 / \sqrt{\mathtt{samples}}`, which may err either way. The guarantee does not cover other queries.
     By Markov's inequality, at most a share :math:`s_j / \varepsilon` of the queries gives key j as much as ε. So for
     any δ the set :math:`\{j : s_j \ge \delta\varepsilon\}` has at most :math:`1/(\delta\varepsilon)` keys, whatever d
