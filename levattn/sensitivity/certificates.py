@@ -14,7 +14,7 @@ import numpy.typing as npt
 from levattn._core.arrays import array_namespace, take_rows, to_device, to_float64, to_numpy
 from levattn._core.blas import lapack
 from levattn._core.threads import parallel_for
-from levattn._core.types import Float64
+from levattn._core.types import Flags, Float64
 from levattn._kernels import HEAVY, PRECISE, Rows
 from levattn.functions import AttentionFunction, Power, Softmax, is_square
 from levattn.linalg.accumulator import UNIT
@@ -417,17 +417,17 @@ def root_error(factor: Factor, relative: Float64 | float, sizes: Float64 | None 
     return out
 
 
-def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows, Float64, Float64]:
+def lifted_keys(factor: Factor, m: int, precise: Flags) -> tuple[Rows, Float64, Float64]:
     """Return products of m coordinates of the whitened keys, weighted so that ``⟨φ(k), φ(q)⟩ = ⟨k, q⟩^m``.
 
     The scores of a lift do not depend on the basis of the keys, but its condition number is the m-th power of theirs.
     Also return two errors of a lifted key, (b,). The first is relative to each of its entries, the second to the norm
-    of the whitened key to the power m. The second comes from sums that cancel. It is tiny if the sums are `precise`,
-    as they always are for ill-conditioned keys.
+    of the whitened key to the power m. The second comes from sums that cancel. It is tiny where the sums are
+    `precise` (b,), as they always are for ill-conditioned keys.
     """
     rows = factor.rows
     b, n, _ = rows.shape
-    keys: Float64 = np.zeros((b, n, max(int(factor.rank.max(initial=1)), 1)))
+    lifted: Float64 = np.zeros((b, n, lift_columns(max(int(factor.rank.max(initial=1)), 1), m)))
     relative, absolute = np.zeros(b), np.zeros(b)
     for item in range(b):
         live = np.any(factor.whitening[item] != 0, axis=0)
@@ -435,13 +435,12 @@ def lifted_keys(factor: Factor, m: int, *, precise: bool = False) -> tuple[Rows,
         W = even_whitening(factor, item, exponents)[:, live]
         K = np.ldexp(float64_rows(replace(rows.item(item), scale=None), 0, n), -exponents)
         s = lapack(np.linalg.svd, N, compute_uv=False)
-        mild = not precise and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
-        keys[item, :, : W.shape[1]] = K @ W if mild else PRECISE.precise_products(K, np.ascontiguousarray(W.T))
+        mild = not precise[item] and live.any() and s[0] <= _MILD_CONDITION * s[int(live.sum()) - 1]
+        keys = K @ W if mild else PRECISE.precise_products(K, np.ascontiguousarray(W.T))
+        if live.any():
+            _lift(keys, m, lifted[item])
         relative[item] = (m + 4) * UNIT if mild else (3 * m + 4) * UNIT
         absolute[item] = m * _coordinate_error(N, W, precise=not mild)
-    lifted: Float64 = np.empty((b, n, lift_columns(keys.shape[2], m)))
-    for item in range(b):
-        _lift(keys[item], m, lifted[item])
     return Rows(lifted, "float64", None if rows.mask is None else to_numpy(rows.mask)), relative, absolute
 
 
@@ -518,18 +517,22 @@ def _is_small(problem: Problem) -> bool:
     return columns <= _LIFT_COLUMNS and b * n * columns <= _LIFT_NUMBERS
 
 
-def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> tuple[Float64, Factor | None]:
+def _scored(factor: Factor, tau: Float64, m: int, precise: Flags | None = None) -> tuple[Float64, Factor | None]:
     """Bound by the leverage scores of the lift, and return its factor.
 
     The coordinates are rounded, so the errors of lifted keys raise their scores: see docs/design.md. Where the
     products lack directions, rounding may hide a key in the directions left out, and the bound is trivial.
     """
+    if len(set(factor.rank.tolist())) > 1:  # alone, as the rank of others would change last bits
+        each = [_scored(factor.item(i), tau[i : i + 1], m)[0] for i in range(len(tau))]
+        return np.concatenate(each), None
     columns = [lift_columns(int(rank), m) for rank in factor.rank]
     if all(count > tau.shape[1] for count in columns):  # more than there are keys: nothing of that size is made
         return np.ones(tau.shape), None
-    keys, relative, absolute = lifted_keys(factor, m, precise=precise)
+    precise = np.zeros(len(tau), np.bool_) if precise is None else precise
+    keys, relative, absolute = lifted_keys(factor, m, precise)
     lift = factor_moments(keys, single="no")
-    upper, felt = np.sqrt(raised_scores(lift, tau > 0)), 0.0
+    upper, felt = np.sqrt(raised_scores(lift, tau > 0)), np.zeros(len(tau))
     resolved = lift.rank == columns
     resolved &= [in_row_space(factor, item) for item in range(len(tau))]
     raised = root_error(lift, relative)
@@ -538,10 +541,11 @@ def _scored(factor: Factor, tau: Float64, m: int, *, precise: bool = False) -> t
         powers = tau[item] ** (m / 2)
         moved = absolute[item] * norm_bound(W)
         kept = 1 - moved * math.sqrt(float(np.sum(powers**2)))
-        felt = max(felt, float(np.max(moved * powers / upper[item], initial=1 - kept, where=tau[item] > 0)))
+        felt[item] = np.max(moved * powers / upper[item], initial=1 - kept, where=tau[item] > 0)
         upper[item] = (upper[item] * raised[item] + moved * powers) / kept if kept > 0 else 1.0
-    if felt > _FELT and not precise:
-        return _scored(factor, tau, m, precise=True)
+    doubtful = (felt > _FELT) & ~precise
+    if doubtful.any():
+        return _scored(factor, tau, m, precise | doubtful)
     upper = np.where(resolved[:, None], np.fmin(upper, 1.0) ** 2, 1.0)
     return upper, lift.forget_keys() if resolved.all() else None
 

@@ -497,6 +497,18 @@ def test_a_generator_gives_all_matrices_of_a_batch_one_partition() -> None:
         np.testing.assert_array_equal(upper, alone.upper)
 
 
+@pytest.mark.parametrize("f", [1, 3, 4, 6, levattn.Huber(1.0)], ids=repr)
+def test_bounds_of_a_batch_are_those_of_its_matrices_to_the_last_bit(f: Any) -> None:
+    rng = np.random.default_rng(3)
+    K = rng.standard_normal((4, 40, 3)) * np.exp(4 * rng.standard_normal((4, 40, 1)))
+    K[1, :, 2] = K[1, :, 0]  # of lower rank
+    K[2] = K[2] * [1, 1, 1e-9] @ rng.standard_normal((3, 3))  # its lift takes precise products
+    K[3] = 0
+    upper = levattn.sensitivities(K, f).upper
+    for one, mine in zip(K, upper, strict=True):
+        np.testing.assert_array_equal(mine, levattn.sensitivities(one, f).upper)
+
+
 @pytest.mark.parametrize("p", [1e-300, 1e-308, 5e-324, 1e4, 1e308])
 def test_powers_at_the_ends_of_the_range(p: float) -> None:
     """|x|^p is 1 where x is not 0, or it is 0 beside the largest x."""
