@@ -178,7 +178,7 @@ def leverage_scores(K: Any, /, *, weights: Any = None) -> Any:
         K = K.map_blocks(_times_roots, _weights_for(K, weights), **like)
     no_rows = _no_rows(K)
     matrices, _ = in_main_memory(no_rows)  # raises for a wrong K
-    new = partial(_Reading, no_rows)
+    new = partial(_Reading, no_rows, rounded=weights is not None)
     factor = _in_tree(_by_chunk(_chunk_state, K, new=new), new, _Reading.factor)
     dtype = np.dtype("float64" if matrices.format == "float64" else "float32")
     return _again(K, factor).map_blocks(
@@ -659,7 +659,7 @@ def _again(K: Any, after: Any) -> Any:
 def _times_roots(K: Any, weights: Any) -> Any:
     """Return a chunk of keys times the roots of its weights (..., m, 1)."""
     matrices, rows = in_main_memory(K)
-    made, _ = chunk_times_roots(matrices, rows, weights[..., 0])
+    made, *_ = chunk_times_roots(matrices, rows, weights[..., 0])
     return made.data.reshape(K.shape)
 
 
@@ -735,15 +735,15 @@ def _with_ones(Q: Any) -> Any:
 class _Reading:
     """The moments of chunks, and a digest of the rows of each."""
 
-    def __init__(self, no_rows: npt.NDArray[Any]) -> None:
-        self.moments = _moments_of(no_rows)
+    def __init__(self, no_rows: npt.NDArray[Any], rounded: bool) -> None:
+        self.moments, self._rounded = _moments_of(no_rows), rounded
         self.digests: list[RowDigest] = []
 
     def update(self, K: Any) -> _Reading:
         """Add a chunk."""
         digest, (matrices, rows) = RowDigest(), readable(K)
         rows = digest.watched(rows)
-        self.moments.add(matrices, rows)
+        self.moments.add(matrices, rows, rounded=self._rounded)
         digest.add(rows_in_memory(rows))
         self.digests.append(digest)
         return self

@@ -646,6 +646,11 @@ class GramAccumulator:
 Total = tuple[Expansion, Exponents]
 
 
+def rounded_total(total: Total) -> Total:
+    """Return a total whose last digits tell nothing of keys."""
+    return replace(total[0], rounded=True), total[1]
+
+
 def total_arrays(name: str, total: Total | None) -> dict[str, npt.NDArray[Any]]:
     """Return the total of a sum as arrays, from which `total_of` restores it; none of them for no total."""
     return {} if total is None else total[0].arrays(name) | {f"{name}.exponents": total[1]}

@@ -44,7 +44,7 @@ from levattn.linalg.sums import (
     moments_there,
     scaled_columns,
 )
-from levattn.linalg.weighted import shortened
+from levattn.linalg.weighted import exact_products, shortened
 
 if TYPE_CHECKING:
     from levattn._kernels.factor.heads import FactoredHeads
@@ -272,19 +272,26 @@ class _Batch:
         span = self.spans.get(item) if span is None else span
         span = self.spans[item] = Span.of(self.rows.item(item)) if span is None else span
         if span.rank > found.rank:
-            fine = None if finer is None else finer()
+            weights = self.rows.weights
+            rounded = weights is not None and not exact_products(weights[item])
+            fine = None if finer is None or rounded else finer()
             sound = fine is not None and fine.rank == span.rank and fine.error <= FINE_ERROR
             self.hidden[item] = self._alone(item, fine) if fine is not None and sound else None
             if finer is not None and self.rows.shape[1]:
-                self._shorten(item, span.rank)
+                self._shorten(item, span.rank, rounded)
 
-    def _shorten(self, item: int, rank: int) -> None:
-        """Factor a matrix with its far longest keys shortened, if there are any, and keep a factor of this rank."""
+    def _shorten(self, item: int, rank: int, rounded: bool) -> None:
+        """Factor a matrix with its far longest keys shortened, if there are any, and keep a factor of this rank.
+
+        Products with weights that were `rounded` add to its error.
+        """
         one = self.rows.item(item)
         less = shortened(one)
         if less is None:
             return
         found = factor_moments(less, single="no").forget_keys()
+        if rounded:
+            found = replace(found, error=found.error + 2 * UNIT * found.condition)
         if one.scale is not None:  # as the keys are read
             with np.errstate(over="ignore", under="ignore"):
                 found = replace(found, rows=found.rows.scaled(one.scale))

@@ -87,8 +87,13 @@ def weighted(matrices: Matrices, weights: Any) -> tuple[Matrices, Float64 | None
     return matrices, np.where(there, roots, 1.0), power
 
 
-def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Matrices, Rows]:
-    """Return a chunk of keys times the roots of their weights, of float64 in main memory.
+def exact_products(roots: Float64) -> bool:
+    """Tell whether keys times these roots are not rounded: all roots are powers of two, or 0."""
+    return bool((np.frexp(roots)[0][roots > 0] == 0.5).all())
+
+
+def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Matrices, Rows, bool]:
+    """Return a chunk of keys times the roots of their weights, of float64 in main memory, and whether it is rounded.
 
     Keys of weight 0 and masked keys become masked zeros, whatever they hold.
     """
@@ -99,7 +104,8 @@ def chunk_times_roots(matrices: Matrices, rows: Rows, weights: Any) -> tuple[Mat
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # of entries that do not matter in their row
         keys *= roots[:, :, None]
     mask = None if there.all() else there
-    return replace(matrices, data=keys, format="float64", mask=mask), Rows(keys, "float64", mask)
+    made = replace(matrices, data=keys, format="float64", mask=mask)
+    return made, Rows(keys, "float64", mask), not exact_products(roots)
 
 
 _SAMPLE = 4096  # rows that tell how large entries of columns, and rows, usually are

@@ -18,10 +18,10 @@ from levattn._core.random import as_seed, uniforms
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64, Int64
 from levattn._kernels import BLOCK, Rows
-from levattn.linalg.accumulator import GramAccumulator, Total, total_arrays, total_of
+from levattn.linalg.accumulator import GramAccumulator, Total, rounded_total, total_arrays, total_of
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import as_read, refuse_nonfinite
-from levattn.linalg.weighted import checked_weights, require_products
+from levattn.linalg.weighted import checked_weights, exact_products, require_products
 from levattn.sensitivity.leverage import ridge_of
 from levattn.sensitivity.sampling import RowSample, eigenvalues_of, one_of, promised_distortion
 from levattn.sketch.families import chernoff_exponent, log_of_ratio
@@ -125,6 +125,12 @@ class _Store:
         other = self.copy()
         other.tail.flush(other.take)
         return other
+
+    def expect_rounded(self) -> None:
+        """Take rows from here on as rounded, in a state that no copy shares."""
+        self.sums.rounded, self._screen = True, None
+        if self.frozen is not None:
+            self.frozen = rounded_total(self.frozen)
 
     def waiting(self) -> _Held:
         """Return the rows that wait."""
@@ -405,6 +411,8 @@ class StreamingRowSample(StoredState, name="StreamingRowSample", version=1):
             require_format("K", matrices.format, store.format)
             start, stop = self._next_row, self._next_row + m
             spans = with_span(self._spans, (start, stop))
+            if not exact_products(np.sqrt(w)):
+                store.expect_rounded()
             beside = RowNumbers(start, m), uniforms(self._seed, _STREAM, start, m)[None], w
             try:
                 store.tail.push(rows, store.take, *beside)

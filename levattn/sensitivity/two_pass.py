@@ -26,7 +26,7 @@ from levattn.io.source import record_of
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest, rows_named
-from levattn.linalg.weighted import chunk_times_roots, numbers_of
+from levattn.linalg.weighted import chunk_times_roots, exact_products, numbers_of
 from levattn.states import Moments
 from levattn.states.blocks import in_main_memory
 
@@ -117,11 +117,11 @@ class Source:
             if self.weights is None:
                 yield matrices, rows
             elif self.weights.shape[-1] == 1:
-                yield chunk_times_roots(matrices, rows, self.weights)
+                yield chunk_times_roots(matrices, rows, self.weights)[:2]
             elif stop > self.weights.shape[-1]:
                 raise self._other_length(f"at least {stop}")
             else:
-                yield chunk_times_roots(matrices, rows, self.weights[..., start:stop])
+                yield chunk_times_roots(matrices, rows, self.weights[..., start:stop])[:2]
         if self.weights is not None and self.weights.shape[-1] not in (1, stop):
             raise self._other_length(str(stop))
 
@@ -141,6 +141,11 @@ class Source:
         if self.n is not None and found.shape[-1] not in (1, self.n):
             raise source._other_length(str(self.n))
         return source
+
+    @property
+    def rounded(self) -> bool:
+        """Whether keys are rounded when they are multiplied by the roots of their weights."""
+        return self.weights is not None and not exact_products(np.sqrt(self.weights))
 
     @property
     def job(self) -> dict[str, Any]:
@@ -443,7 +448,7 @@ class _Run:
                 self._moments = Moments(matrices.d, matrices.batch)
             rows = self._seen[0].watched(rows) if self._digests else rows
             with rows_named("the keys"):
-                self._moments.add(matrices, rows)
+                self._moments.add(matrices, rows, rounded=self._source.rounded)
             self._count(matrices, rows)
             yield matrices.n
         if self._moments is None:

@@ -470,6 +470,12 @@ class CandidateStore:
         """Arrays like the payloads of the keys, without rows."""
         return [array[:, :0] for array in self.tail.payload[1 + self._bounds.labeled :]]
 
+    def expect_rounded(self) -> None:
+        """Take keys from here on as rounded before they came, so that their last digits tell nothing."""
+        if not self.candidates.running.rounded:
+            self._candidates = self.candidates.copy()
+            self._candidates.running.expect_rounded()
+
     def push(self, rows: Rows, index: RowNumbers, *payload: npt.NDArray[Any]) -> None:
         """Add a chunk, or raise FloatingPointError if it is not finite; after an error the state is void."""
         if isinstance(self._bounds, RunningBlocks):

@@ -30,6 +30,7 @@ from levattn.linalg.accumulator import (
     GramAccumulator,
     Terms,
     Total,
+    rounded_total,
     total_arrays,
     total_of,
 )
@@ -190,6 +191,17 @@ class RunningSquares:
             self.sums.add(self.read(rows))
         else:
             self.sums.add(*ahead)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether keys were rounded before they came."""
+        return self.sums.rounded and (self.frozen is None or self.frozen[0].rounded)
+
+    def expect_rounded(self) -> None:
+        """Take keys from here on as rounded, in sums that no copy shares."""
+        self.sums.rounded, self._screen = True, None
+        if self.frozen is not None:
+            self.frozen = rounded_total(self.frozen)
 
     def freeze(self, rows: Rows, epsilon: float) -> None:
         """Take all blocks so far for the screen of keys such as `rows`."""
@@ -363,6 +375,17 @@ class RunningBlocks:
         edges = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), n]
         for low, high in pairwise(edges if n else []):
             groups[labels[low]].merge(*GramAccumulator(b, d).total(rows.between(low, high)))
+
+    @property
+    def rounded(self) -> bool:
+        """Whether keys were rounded before they came."""
+        return all(sums.rounded for sums in self.groups) and all(moments.rounded for moments, _ in self.frozen)
+
+    def expect_rounded(self) -> None:
+        """Take keys from here on as rounded, in sums that no copy shares."""
+        for sums in self.groups:
+            sums.rounded = True
+        self.frozen, self._screen = [rounded_total(frozen) for frozen in self.frozen], ()
 
     def freeze(self, _rows: Rows, _epsilon: float) -> None:
         """Take all blocks so far for the screen."""

@@ -360,9 +360,9 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
         """
         if type(K) is np.ndarray and mask is None and weights is None and payload is None and self._waits(K):
             return self
-        matrices, rows = readable(K, mask)
+        (matrices, rows), rounded = readable(K, mask), False
         if weights is not None:
-            matrices, rows = chunk_times_roots(matrices, rows, weights)
+            matrices, rows, rounded = chunk_times_roots(matrices, rows, weights)
         payloads = () if payload is None else (payload_of(payload, matrices.batch, matrices.n),)
         with lock_of(self):
             if self._stream is None:
@@ -372,6 +372,8 @@ class StreamingUniversalSet(StoredState, name="StreamingUniversalSet", version=1
                 stream = self._stream.copy()
                 stream.form.require(ChunkForm.of(matrices, payloads), "K")
             index = RowNumbers(self._next_row, matrices.n)
+            if rounded:
+                stream.expect_rounded()
             before = stream.seen
             try:
                 stream.push(rows, index, *payloads)

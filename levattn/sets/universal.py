@@ -25,7 +25,6 @@ from levattn.io import KeySource
 from levattn.io.source import whole_keys
 from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
-from levattn.linalg.routes import FINE_ERROR
 from levattn.linalg.weighted import weighted
 from levattn.sensitivity.approximate import name_of, screen, sketches_of
 from levattn.sensitivity.bounds import Bounds, CertificateMethod, certify
@@ -530,9 +529,7 @@ def _exact(matrices: Matrices, asked: _Asked, weights: Any = None) -> UniversalS
     epsilon = asked.epsilon
     matrices, roots, power = weighted(matrices, weights)
     factor = factorize(matrices, method=asked.method, center=asked.center, single="scores", weights=roots)
-    above: dict[int, Float64] = {}
-    if roots is not None:
-        factor, above = _of_rounded(factor, matrices, asked, roots)
+    above = {} if roots is None else _bounds_of_rounded(factor, matrices, asked, roots)
     found, counted = factor.scores()
     for item, bounds in above.items():
         found[item, :] = to_device(np.minimum(to_numpy(found[item, :]), bounds).astype(found.dtype), found)
@@ -560,29 +557,19 @@ def _exact(matrices: Matrices, asked: _Asked, weights: Any = None) -> UniversalS
     )
 
 
-def _of_rounded(
-    factor: Factor, matrices: Matrices, asked: _Asked, roots: Float64
-) -> tuple[Factor, dict[int, Float64]]:
-    """Return a factor of keys times roots (b, n) that knows nothing of rounded products, and bounds of scores.
+def _bounds_of_rounded(factor: Factor, matrices: Matrices, asked: _Asked, roots: Float64) -> dict[int, Float64]:
+    """Return bounds of the scores of keys times roots (b, n), where rounded products hide directions, by matrix.
 
-    To round products changes the directions below the numerical rank of a matrix. Weights v of which all roots are
-    powers of two, v ≤ w < 4 v, have products without rounding, and a smaller moment. So the scores with v, times w/v,
-    are bounds.
+    Weights v of which all roots are powers of two, v ≤ w < 4 v, have products without rounding, and a smaller moment.
+    So the scores with v, times w/v, are bounds.
     """
     powers = np.ldexp(1.0, np.frexp(roots)[1] - 1)
     rounded = [item for item in factor.hidden if (roots[item] != powers[item]).any()]
     if not rounded:
-        return factor, {}
+        return {}
     scores = factorize(matrices, method=asked.method, center=asked.center, single="no", weights=powers).scores()[0]
     bounds = to_numpy(scores).astype(np.float64) * (roots / powers) ** 2 * (1 + _ROUNDED)
-    hidden, shortened = factor.hidden | dict.fromkeys(rounded), dict(factor.shortened)
-    for item in shortened.keys() & set(rounded):
-        one = shortened[item]
-        shortened[item] = replace(one, error=one.error + 2 * UNIT * one.condition)
-        if not shortened[item].error[0] <= FINE_ERROR:
-            del shortened[item]
-    factor = replace(factor, hidden=hidden, shortened=shortened)
-    return factor, {item: np.minimum(bounds[item], 1.0) for item in rounded}
+    return {item: np.minimum(bounds[item], 1.0) for item in rounded}
 
 
 _ROUNDED = 2.0**-22  # what scores of float32 keys may be too small by

@@ -31,12 +31,14 @@ from levattn.linalg.accumulator import Expansion, Exponents, GramAccumulator
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import check_finite, refuse_nonfinite, require_room
 from levattn.linalg.routes import factor_moments, factor_sum
+from levattn.linalg.weighted import exact_products
 
 
 def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, without holding these rows."""
     if sums.merged is None and not sums.blocks.count:
-        return factor_moments(tail, single="scores").forget_keys()
+        found = factor_moments(tail, single="scores").forget_keys()
+        return replace(found, hidden=dict.fromkeys(found.hidden), shortened={}) if sums.rounded else found
     b, _, d = tail.shape
     return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))
 
@@ -370,17 +372,21 @@ class BlockSums:
     def _held_array(self) -> Any:
         return self._held[0]
 
-    def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64]) -> None:
-        """Add rows, `present` of them (b,), or raise without a change; rows with weights are held in float64."""
+    def add(self, rows: Rows, weights: Any, present: npt.NDArray[np.int64], rounded: bool = False) -> None:
+        """Add rows, `present` of them (b,), or raise without a change; rows with weights are held in float64.
+
+        `rounded` tells that the rows were rounded before, as products with roots of weights are.
+        """
         gained: Any = present
         if weights is not None:  # Σ w k kᵀ is the second moment of √w k
             weights, rows = to_numpy(weights), rows_in_memory(rows)
             gained = weights.sum(axis=1)
-            keys = to_float64(rows.keys, rows.format) * np.sqrt(weights)[..., None]
-            rows = Rows(keys, "float64", rows.mask)
+            roots = np.sqrt(weights)
+            rounded = rounded or not exact_products(roots)
+            rows = Rows(to_float64(rows.keys, rows.format) * roots[..., None], "float64", rows.mask)
         sums, tail = self._held
         sums, tail = sums.copy(), BlockBuffer(self._b, self._d, rows.format) if tail is None else tail.copy()
-        sums.rounded = sums.rounded or weights is not None
+        sums.rounded = sums.rounded or rounded
         before = tail.blocks * BLOCK + tail.count
         try:
             tail.push(rows, sums.add)
@@ -501,7 +507,7 @@ class RunningSums:
             return np.zeros(self._shape), np.zeros(self._shape[:1])
         return self.held
 
-    def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64]) -> None:
+    def add(self, rows: Rows, weights: Any, _present: npt.NDArray[np.int64], _rounded: bool) -> None:
         """Add rows, or raise without a change."""
         held, X = self.held, decode_half(rows.keys, rows.format)
         if held is not None and array_namespace(held[0]) is not array_namespace(X):

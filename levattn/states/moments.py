@@ -208,7 +208,7 @@ class Moments(StoredState, name="Moments", version=2):
         self.add(matrices, rows, None if weights is None else checked_weights(weights, matrices, rows))
         return self
 
-    def add(self, matrices: Matrices, rows: Rows, weights: Any = None) -> None:
+    def add(self, matrices: Matrices, rows: Rows, weights: Any = None, *, rounded: bool = False) -> None:
         """Add a chunk that is checked and where compiled code can read it; see `update`.
 
         Parameters
@@ -219,6 +219,8 @@ class Moments(StoredState, name="Moments", version=2):
             The chunk as compiled code reads it.
         weights : array of float64, shape (b, m), optional
             The weight of each key.
+        rounded : bool, default False
+            Whether the chunk was rounded when it was made, so that its last digits tell nothing.
 
         Raises
         ------
@@ -235,7 +237,7 @@ class Moments(StoredState, name="Moments", version=2):
         present = present_rows(rows)
         with lock_of(self):
             count = self.count + present.reshape(self.batch)
-            self._sums.add(rows, weights, present)
+            self._sums.add(rows, weights, present, rounded)
             self.count = count  # at once: neither an interrupt nor a fork comes between a change and a store
 
     @where_arrays_are

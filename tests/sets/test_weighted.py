@@ -91,6 +91,36 @@ def test_rounded_products_with_roots_of_weights_lose_no_key(kind: str, method: s
         assert exact[~some.mask].max() <= some.epsilon * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("n", [40, 2100])
+@pytest.mark.filterwarnings("ignore:K is rank-deficient:levattn.RankWarning")
+def test_rounded_products_hide_no_key_of_chunks_and_streams(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x, few, w = rng.integers(1, 2**40, n) * 2.0**-40, np.arange(4) * (n // 5), rng.integers(1, 4, n).astype(float)
+    x[few] = 2.0**-20
+    K = np.stack([x, 3 * x], axis=1)
+    K[few, 1] += 2.0**-56  # rounding moves products of other keys as far from the line
+    exact = exact_with(K, w)
+    epsilon = exact[few].min()
+    state, later = levattn.StreamingUniversalSet(epsilon).update(K[:9], weights=w[:9]), levattn.StreamingRowSample(9)
+    mixed = levattn.StreamingUniversalSet(epsilon).update(K[:9], weights=w[:9])
+    mixed.merge(levattn.StreamingUniversalSet(epsilon).update(K[9:], weights=w[9:]))
+    state.update(K[9:], weights=w[9:])
+    for found in (state.result(), mixed.result()):
+        assert np.isin(few, found.indices).all()
+        assert (found.member_scores >= exact[found.indices] * (1 - 1e-9)).all()
+    for keys in (K, in_chunks(K)):
+        found = levattn.universal_set(keys, epsilon, weights=w)
+        assert found.mask[few].all()
+        assert (found.scores >= exact * (1 - 1e-9)).all()
+        assert (levattn.leverage_scores(keys, weights=w)[few] >= exact[few]).all()
+    moments = levattn.states.Moments(2).update(K, weights=w).factor()
+    assert np.isinf(moments.scores_of(K[few])).all()
+    assert np.isin(few, later.update(K, weights=w).result().indices).all()  # with a probability of 1
+    times = np.where(np.arange(n) % 2, 4.0, 1.0)  # products with these are exact, so that directions are resolved
+    twice = levattn.StreamingUniversalSet(epsilon).update(K, weights=times).result()
+    assert len(twice) <= 2 / epsilon
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("weight", [1e-200, 1e-90, 1e84, 1e100])
 def test_large_and_small_weights_of_short_types(weight: float, dtype: Any) -> None:
