@@ -144,7 +144,7 @@ class Source:
 
     @property
     def rounded(self) -> bool:
-        """Whether keys are rounded when they are multiplied by the roots of their weights."""
+        """Whether the products of keys with the roots of their weights are inexact."""
         return self.weights is not None and not exact_products(np.sqrt(self.weights))
 
     @property
