@@ -395,7 +395,8 @@ def factor_sum(moments: Expansion, like: Rows) -> Factor:
     `like` tells how keys are read: their format, and the scale under which the moments were summed. Moments that are
     sums of float64 hold the digits. Other moments have several parts, and their factor is found as in
     `factor_moments`. The moments themselves are then changed to the other basis, instead of new moments of the keys
-    in it. Sums of three parts also hold directions below the numerical rank, unless rows were rounded.
+    in it. Sums of three parts also hold directions below the numerical rank. If rows were rounded, their last digits
+    tell nothing of the keys. Then keys that lack directions may have any.
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
@@ -414,9 +415,10 @@ def factor_sum(moments: Expansion, like: Rows) -> Factor:
     for item in hard.tolist():
         one = _Summed(moments, item, target, limit)
         batch.put(np.array([item]), [one.factor(cut)])
-        if moments.spans:
-            finer = None if moments.rounded or moments.folds[item] < 3 else one.resolved
-            batch.look_below(item, finer, moments.spans[item])
+        if moments.rounded and batch.found[item].null_directions.shape[1]:
+            batch.spans[item], batch.hidden[item] = Span.of_columns(diagonal[item] > 0), None
+        elif moments.spans and not moments.rounded:
+            batch.look_below(item, one.resolved if moments.folds[item] == 3 else None, moments.spans[item])
     return batch.factor()
 
 

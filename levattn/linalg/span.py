@@ -52,6 +52,11 @@ class Span:
         return cls(np.zeros(d, np.bool_), np.zeros((0, d)), np.zeros((0, d), np.uint64))
 
     @classmethod
+    def of_columns(cls, some: Flags) -> Span:
+        """Return the space of all rows that are zero but for some columns."""
+        return replace(cls.nothing(len(some)), units=some)
+
+    @classmethod
     def checked(cls, units: Flags, rows: Float64) -> Span:
         """Return the space, or raise ValueError if the rows and the units are linearly dependent."""
         span = replace(cls.nothing(len(units)), units=units)._with(rows)

@@ -130,7 +130,7 @@ class RunningSquares:
         self.certificate = "leverage" if m == 1 else "lift"
         self.m = m
         self.columns = lift_columns(d, m)
-        self.sums = GramAccumulator(b, self.columns, rounded=m > 1)
+        self.sums = GramAccumulator(b, self.columns)
         self.frozen: Total | None = None
         self._screen: Screen | None = None
 

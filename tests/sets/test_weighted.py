@@ -121,6 +121,25 @@ def test_rounded_products_hide_no_key_of_chunks_and_streams(n: int) -> None:
     assert len(twice) <= 2 / epsilon
 
 
+@pytest.mark.filterwarnings("ignore:K is rank-deficient:levattn.RankWarning")
+def test_a_key_whose_product_lies_among_the_others_is_in() -> None:
+    """Two entries may differ and have the same product with a root: then products lack a direction of the keys."""
+    x = np.random.default_rng(0).standard_normal(3 * 2048)
+    K = np.stack([x, x], axis=1)
+    K[[7, -9]] = [1.9, np.nextafter(1.9, 2)]
+    same = [w for w in range(2, 200) if len(set((K[7] * np.sqrt(w)).tolist())) == 1]
+    assert len(same) > 20
+    for n in (50, len(K)):
+        w = np.full(n, 3.0)
+        w[[7, -9]] = same[n % 20]
+        state = levattn.StreamingUniversalSet(0.4)
+        for part in (slice(0, n // 3), slice(n // 3, n)):
+            state.update(K[:n][part], weights=w[part])
+        lone = np.flatnonzero(K[:n, 0] != K[:n, 1])
+        assert np.isin(lone, state.result().indices).all()
+        assert levattn.universal_set(in_chunks(K[:n]), 0.4, weights=w).mask[lone].all()
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("weight", [1e-200, 1e-90, 1e84, 1e100])
 def test_large_and_small_weights_of_short_types(weight: float, dtype: Any) -> None:
