@@ -36,9 +36,7 @@ from levattn.linalg.weighted import exact_products
 
 def factor_of(sums: GramAccumulator, tail: Rows) -> Factor:
     """Return the factor of the keys of a sum and of the rows that wait, without holding these rows."""
-    if sums.merged is None and not sums.blocks.count:
-        if sums.rounded:
-            return factor_of_sum(*sums.total(tail), tail.between(0, 0))
+    if sums.merged is None and not sums.blocks.count and not sums.rounded:
         return factor_moments(tail, single="scores").forget_keys()
     b, _, d = tail.shape
     return factor_of_sum(*sums.total(tail), Rows(np.empty((b, 0, d), tail.keys.dtype), tail.format))

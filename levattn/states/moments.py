@@ -29,8 +29,8 @@ class Moments(StoredState, name="Moments", version=2):
     rounding.
 
     Sums are in float64 while its precision suffices for the scores of the keys. Otherwise they take two or three
-    float64 a number, of 94 or 144 bits, block by block. So keys may be ill-conditioned, of any size, or rank-
-    deficient. The diagonal, and sums that decay, are always in float64, so squares of keys must be within its range.
+    float64 a number, of 94 or 144 bits, block by block. So keys may be ill-conditioned, of any size, or of lower
+    rank. The diagonal, and sums that decay, are always in float64, so squares of keys must be within its range.
 
     Parameters
     ----------
