@@ -155,7 +155,7 @@ _TOGETHER, _ROOM = 64, 1 << 25  # matrices of a device side by side in main memo
 _FEW_ROWS = 2  # rows per column up to which an ill-conditioned matrix is decomposed as a whole
 _EXPANSION_ERROR = {1: 2.0**-94, 2: 2.0**-94, 3: 2.0**-144}  # the same by the number of parts of a sum
 _TRIANGLE_NOISE = 2e-9  # relative error of a second moment of the triangle of many rows
-FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
+_FINE_ERROR = 2.0**-7  # estimated relative error of scores up to which such a factor is taken
 
 
 def _limit(format: str, d: int) -> float:
@@ -275,9 +275,9 @@ class _Batch:
             weights = self.rows.weights
             rounded = weights is not None and not exact_products(weights[item])
             fine = None if finer is None or rounded else finer()
-            sound = fine is not None and fine.rank == span.rank and fine.error <= FINE_ERROR
+            sound = fine is not None and fine.rank == span.rank and fine.error <= _FINE_ERROR
             self.hidden[item] = self._alone(item, fine) if fine is not None and sound else None
-            if finer is not None and self.rows.shape[1]:
+            if finer is not None:
                 self._shorten(item, span.rank, rounded)
 
     def _shorten(self, item: int, rank: int, rounded: bool) -> None:
@@ -297,7 +297,7 @@ class _Batch:
                 found = replace(found, rows=found.rows.scaled(one.scale))
             if found.rows.scale is not None and not (np.isfinite(found.rows.scale) & (found.rows.scale > 0)).all():
                 return
-        if found.rank[0] == rank and found.error[0] <= FINE_ERROR:
+        if found.rank[0] == rank and found.error[0] <= _FINE_ERROR:
             self.shortened[item] = found
 
 
