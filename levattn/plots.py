@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_numbers, to_numpy
-from levattn._core.checks import TIE, check_epsilon, needing, positive_number, whole_number
+from levattn._core.checks import TIE, check_epsilon, check_nonnegative, needing, positive_number, whole_number
 from levattn._core.types import Flags, Float64
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class LeverageSpectrumDisplay(Display):
     Raises
     ------
     TypeError, ValueError
-        If the scores are no real numbers, or hold NaN, or `epsilon` is not a finite number above 0.
+        If the scores are no finite numbers of at least 0, or `epsilon` is not a finite number above 0.
 
     Notes
     -----
@@ -238,10 +238,7 @@ class LeverageSpectrumDisplay(Display):
         certified: bool = False,
     ) -> None:
         values = np.atleast_1d(as_numbers("scores", scores))
-        if np.isnan(values).any():
-            raise ValueError(
-                f"scores hold NaN in {int(np.isnan(values).sum())} places; expected numbers of at least 0"
-            )
+        check_nonnegative("scores", values)
         flat = values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
         self.scores: Float64 = -np.sort(-flat, axis=-1)
         self.epsilon = epsilon = None if epsilon is None else positive_number("epsilon", epsilon)
@@ -281,7 +278,7 @@ class LeverageSpectrumDisplay(Display):
         Raises
         ------
         TypeError, ValueError
-            If the scores are no real numbers, or hold NaN, or `epsilon` is not a finite number above 0.
+            If the scores are no finite numbers of at least 0, or `epsilon` is not a finite number above 0.
         """
         return cls(scores, epsilon=epsilon, rank=rank, sizes=sizes, certified=certified).plot(ax)
 

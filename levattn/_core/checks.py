@@ -106,6 +106,24 @@ def check_epsilon(epsilon: Any) -> float:
     return number
 
 
+def check_nonnegative(name: str, numbers: npt.NDArray[Any]) -> None:
+    """Raise ValueError unless numbers are finite and at least 0; the error names the first that is not."""
+    wrong = ~((numbers >= 0) & np.isfinite(numbers))
+    if wrong.any():
+        place = tuple(np.argwhere(wrong)[0])
+        at = f"[{', '.join(map(str, place))}]" if place else ""
+        raise ValueError(f"{name}{at} is {numbers[place]:.6g}; expected finite numbers of at least 0")
+
+
+def check_chunk(chunk: Any, state: Any, name: str = "K") -> None:
+    """Raise ValueError unless a chunk of rows has the batch and the number of columns of its state."""
+    if chunk.d != state.d or chunk.batch != state.batch:
+        raise ValueError(
+            f"{name} has batch {chunk.batch} and d = {chunk.d}; expected batch {state.batch} and d = {state.d}, "
+            "which all chunks share"
+        )
+
+
 def count_of_rows(given: str, rows: Callable[[], Any]) -> int:
     """Return the number of rows, rounded up, that a theorem asks for; raise where it is beyond float64."""
     with np.errstate(all="ignore"):

@@ -17,7 +17,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from levattn._core.checks import check_bool, check_type, needing
+from levattn._core.checks import check_bool, check_nonnegative, check_type, needing
 from levattn._core.random import as_seed
 from levattn._core.threads import num_threads, thread_limit
 from levattn.exceptions import NonFiniteError
@@ -537,7 +537,10 @@ def _weights_for(K: Any, weights: Any) -> Any:
     """Return weights (..., n, 1) in the chunks of the rows of K."""
     import dask.array as da
 
-    w = weights if isinstance(weights, da.Array) else da.from_array(numbers_of(weights))
+    w = weights
+    if not isinstance(weights, da.Array):
+        check_nonnegative("weights", numbers := numbers_of(weights))
+        w = da.from_array(numbers)
     known = not any(map(math.isnan, (*w.shape, *K.shape)))
     if known:
         try:

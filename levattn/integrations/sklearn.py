@@ -147,7 +147,7 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         Parameters
         ----------
         X : array of shape (m, d)
-            Rows, m ≥ 0 of them, in the dtype of the first chunk. After a float64 chunk, any dtype that float64 holds.
+            Rows, m ≥ 0 of them, in a dtype that the dtype of the first chunk holds exactly.
         y : ignored
             Present for pipelines.
 
@@ -175,12 +175,15 @@ class LeverageScorer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Add at least `least` rows to a stream, a new one if `reset`; an error leaves the estimator as it was."""
         before = vars(self).copy()
         try:
-            X = validate_data(self, X, reset=reset, dtype=_DTYPES, ensure_min_samples=least)
+            given = getattr(X, "dtype", None)
+            exact = not reset and isinstance(given, np.dtype) and np.can_cast(given, self._seen.dtype)
+            dtypes = self._seen.dtype if exact else _DTYPES  # scikit-learn makes float64 of float16
+            X = validate_data(self, X, reset=reset, dtype=dtypes, ensure_min_samples=least)
             dtype = X.dtype if reset else self._seen.dtype
             if not np.can_cast(X.dtype, dtype):
                 raise TypeError(
-                    f"X has dtype {X.dtype}; expected {dtype} as in the earlier chunks. Convert this chunk, or start "
-                    f"with a chunk of {X.dtype}"
+                    f"X has dtype {given or X.dtype}; expected {dtype} as in the earlier chunks. Convert this chunk, "
+                    "or start with a chunk of float64"
                 )
             self._seen = _Seen(stream.update(X.astype(dtype, copy=False)), dtype)
         except BaseException:  # scikit-learn notes names and numbers of columns before it looks at the rows

@@ -18,6 +18,7 @@ from levattn._core.arrays import (
     to_float64,
     to_numpy,
 )
+from levattn._core.checks import check_nonnegative
 from levattn._core.sparse import Csr
 from levattn._core.types import Float64
 from levattn._kernels import KEYS, Rows
@@ -56,7 +57,7 @@ def checked_weights(weights: Any, matrices: Matrices, rows: Rows) -> Any:
     if rows.mask is not None:
         found = xp.where(rows.mask, found, xp.zeros_like(found))
     if not bool(xp.all((found >= 0) & xp.isfinite(found))):
-        raise ValueError("weights hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
+        check_nonnegative("weights", to_numpy(found).reshape(shape))
     return found
 
 

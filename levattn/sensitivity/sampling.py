@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, as_matrices, floats_of, is_torch, take_rows, to_device, to_numpy
-from levattn._core.checks import count_of_rows, fraction, positive_number, real_number, whole_number
+from levattn._core.checks import check_nonnegative, count_of_rows, fraction, positive_number, real_number, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.random import as_seed
 from levattn._core.sparse import is_scipy_sparse
@@ -469,8 +469,7 @@ def _scores_of(scores: Any, n: int) -> Float64:
     if found.shape != (n,):
         raise ValueError(f"scores has shape {found.shape}; expected ({n},), one for each row")
     found = found.astype(np.float64)
-    if not ((found >= 0) & np.isfinite(found)).all():
-        raise ValueError("scores hold a number below 0, or NaN or infinity; expected finite ones of at least 0")
+    check_nonnegative("scores", found)
     return found
 
 

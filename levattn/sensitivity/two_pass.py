@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, is_torch, layers_of
-from levattn._core.checks import whole_number
+from levattn._core.checks import check_nonnegative, whole_number
 from levattn._core.files import checked_target, remove_halves
 from levattn._core.serialize import pack, shaped, unpack, whole
 from levattn._core.threads import reported
@@ -137,6 +137,7 @@ class Source:
         if weights is None:
             return self
         found = np.atleast_1d(numbers_of(weights))
+        check_nonnegative("weights", found)
         source = replace(self, weights=found)
         if self.n is not None and found.shape[-1] not in (1, self.n):
             raise source._other_length(str(self.n))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import array_namespace, on_cuda, to_device, to_numpy
+from levattn._core.checks import check_chunk
 from levattn._core.device import on_a_device, where_arrays_are
 from levattn._core.serialize import counts, shaped, whole
 from levattn._core.threads import Background, num_threads
@@ -405,10 +406,7 @@ class ChunkForm:
 
     def require(self, other: ChunkForm, name: str) -> None:
         """Raise if keys of another form cannot be added; `name` names them in the message."""
-        if (other.batch, other.d) != (self.batch, self.d):
-            raise ValueError(
-                f"{name} has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d} as before"
-            )
+        check_chunk(other, self, name)
         require_format(name, other.format, self.format)
         if other.payload != self.payload:
             came, before = (

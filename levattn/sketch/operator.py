@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import as_matrices, to_device, to_numpy
-from levattn._core.checks import batch_of, check_type, whole_number
+from levattn._core.checks import batch_of, check_chunk, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import StoredState, lock_of, locked, locked_with, shaped, whole
 from levattn._core.types import Float64
@@ -238,11 +238,7 @@ class SketchedRows(StoredState, name="SketchedRows", version=1):
             If the rows hold NaN or infinity outside the mask. The state is as it was.
         """
         matrices = as_matrices(K, "K", sparse=True).masked(mask)
-        if matrices.d != self.d or matrices.batch != self.batch:
-            raise ValueError(
-                f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
-                f"and d = {self.d}"
-            )
+        check_chunk(matrices, self)
         rows = Rows.of(matrices)
         with lock_of(self):
             start = self.next_row if row_start is None else row_start

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from levattn._core.arrays import Matrices, named_numpy, to_numpy, with_shape
-from levattn._core.checks import batch_of, check_bool, check_type, whole_number
+from levattn._core.checks import batch_of, check_bool, check_chunk, check_type, whole_number
 from levattn._core.device import where_arrays_are
 from levattn._core.serialize import MOST_ROWS, StoredState, counts, lock_of, locked, locked_with, shaped, twin, whole
 from levattn._core.types import Float64
@@ -229,11 +229,7 @@ class Moments(StoredState, name="Moments", version=2):
         NonFiniteError
             If the keys hold NaN or infinity outside the mask.
         """
-        if matrices.d != self.d or matrices.batch != self.batch:
-            raise ValueError(
-                f"K has batch {matrices.batch} and d = {matrices.d}; this state was made for batch {self.batch} "
-                f"and d = {self.d}"
-            )
+        check_chunk(matrices, self)
         present = present_rows(rows)
         with lock_of(self):
             count = self.count + present.reshape(self.batch)
@@ -317,10 +313,7 @@ class Moments(StoredState, name="Moments", version=2):
             If the states were made for different shapes or forms, or saw keys of different dtypes.
         """
         check_type("other", other, Moments, "Moments")
-        if other.d != self.d or other.batch != self.batch:
-            raise ValueError(
-                f"other has batch {other.batch} and d = {other.d}; expected {self.batch} and d = {self.d}"
-            )
+        check_chunk(other, self, "other")
         if other.diagonal != self.diagonal or not same_decay(self.decay, other.decay, self.batch):
             raise ValueError(
                 f"other has diagonal={other.diagonal} and decay={other.decay}; expected {self.diagonal} and "

@@ -178,8 +178,10 @@ def test_weights(known: bool) -> None:
     each = leverage_scores(in_chunks(K, [1500, 700]), weights=np.full(4000, 2.0)).compute()
     for weight in (2.0, da.from_array(np.array(2.0))):
         np.testing.assert_allclose(leverage_scores(lazy, weights=weight).compute(), each, rtol=1e-12)
-    with pytest.raises(ValueError, match="weights hold a number below 0"):
+    with pytest.raises(ValueError, match=r"weights\[\d+\] is -"):
         universal_set(lazy, 0.1, weights=-lazy_w).compute()
+    with pytest.raises(ValueError, match="weights is -1; expected finite numbers of at least 0"):
+        leverage_scores(lazy, weights=-1.0)
 
 
 def test_batches_cut_columns_and_selected_rows() -> None:

@@ -199,9 +199,12 @@ def test_chunks_are_widened_but_never_narrowed() -> None:
     double = LeverageScorer().fit(X[:50].astype(np.float64)).partial_fit(X[50:])
     assert_same(double, LeverageScorer().fit(X.astype(np.float64)), X)
     single = LeverageScorer().fit(X[:50])
-    with pytest.raises(TypeError, match="X has dtype float64; expected float32"):
-        single.partial_fit(X[50:].astype(np.float64))
+    for dtype in ("float64", "int32"):
+        with pytest.raises(TypeError, match=f"X has dtype {dtype}; expected float32"):
+            single.partial_fit(X[50:].astype(dtype))
     assert single.n_samples_seen_ == 50
+    half = X[50:].astype(np.float16)
+    assert_same(single.partial_fit(half), LeverageScorer().fit(np.concatenate([X[:50], half.astype(np.float32)])), X)
 
 
 # As an estimator

@@ -512,7 +512,8 @@ def test_a_spectrum_takes_tensors_and_refuses_what_it_cannot_draw() -> None:
     torch = pytest.importorskip("torch")
     scores = torch.tensor([0.5, 0.25, 1.0], dtype=torch.bfloat16, requires_grad=True)
     np.testing.assert_array_equal(LeverageSpectrumDisplay(scores).scores, [[1.0, 0.5, 0.25]])
-    with pytest.raises(ValueError, match="scores hold NaN in 1 places"):
-        LeverageSpectrumDisplay.from_scores([0.1, np.nan])
+    for wrong in (np.nan, np.inf, -0.5):
+        with pytest.raises(ValueError, match=rf"scores\[1\] is {wrong}; expected finite numbers of at least 0"):
+            LeverageSpectrumDisplay.from_scores([0.1, wrong])
     with pytest.raises(TypeError, match="scores has dtype"):
         LeverageSpectrumDisplay(["a"])

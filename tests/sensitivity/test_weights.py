@@ -153,9 +153,9 @@ def test_the_sum_of_chunks_has_the_same_scores() -> None:
 @pytest.mark.parametrize(
     ("weights", "error", "words"),
     [
-        (-np.ones(60), ValueError, "weights hold a number below 0"),
-        (np.full(60, np.nan), ValueError, "NaN"),
-        (np.full(60, np.inf), ValueError, "infinity"),
+        (-np.ones(60), ValueError, r"weights\[0\] is -1; expected finite numbers of at least 0"),
+        (np.r_[np.ones(59), np.nan], ValueError, r"weights\[59\] is nan"),
+        (np.full(60, np.inf), ValueError, r"weights\[0\] is inf"),
         (np.ones(59), ValueError, r"shape \(59,\); expected one that broadcasts to \(60,\)"),
         (np.ones(60, bool), TypeError, "bool"),
         (["a"] * 60, TypeError, "dtype"),

@@ -373,7 +373,7 @@ def test_other_keys_the_second_time_are_refused(second: list[Any], message: str)
     ("others", "error", "message"),
     [
         (K0.astype(np.float32), TypeError, "float32; the chunks before had float64"),
-        (K0[:, :5], ValueError, "d = 5; this state was made for batch .* and d = 8"),
+        (K0[:, :5], ValueError, "d = 5; expected batch .* and d = 8"),
         (K0[None], ValueError, "batch .1,."),
         (K0[0], ValueError, r"shape \(8,\)"),
         (K0.astype(int), TypeError, "int64"),

@@ -388,7 +388,7 @@ def test_states_that_do_not_go_together_are_refused() -> None:
         with pytest.raises(ValueError, match=r"^other has sketch, d and batch .*; expected "):
             state.merge(other)
     for shape in ((5, 4), (1, 5, 3)):
-        with pytest.raises(ValueError, match=r"^K has batch \(.*\) and d = \d; this state was made for batch \(\)"):
+        with pytest.raises(ValueError, match=r"^K has batch \(.*\) and d = \d; expected batch \(\)"):
             state.update(np.zeros(shape))
 
 

@@ -350,7 +350,12 @@ def wrong() -> Iterator[Any]:
     yield "diagonal", lambda s: s.merge(Moments(3, diagonal=True)), ValueError, of_diagonal
     of_decay = "other has diagonal=False and decay=0.5"
     yield "decaying", lambda s: s.merge(Moments(3, decay=0.5)), ValueError, of_decay
-    yield "negative", lambda s: s.update(K, weights=[1, 1, 1, 1, -1.0]), ValueError, "weights hold a number below 0"
+    yield (
+        "negative",
+        lambda s: s.update(K, weights=[1, 1, 1, 1, -1.0]),
+        ValueError,
+        r"weights\[4\] is -1; expected finite numbers of at least 0",
+    )
     of_shape = r"weights has shape \(4,\); expected one that broadcasts to \(5,\)"
     yield "too few", lambda s: s.update(K, weights=np.ones(4)), ValueError, of_shape
     yield "flags", lambda s: s.update(K, weights=np.ones(5, bool)), TypeError, "weights is of dtype bool"
