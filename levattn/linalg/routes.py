@@ -396,7 +396,7 @@ def factor_sum(moments: Expansion, like: Rows) -> Factor:
     sums of float64 hold the digits. Other moments have several parts, and their factor is found as in
     `factor_moments`. The moments themselves are then changed to the other basis, instead of new moments of the keys
     in it. Sums of three parts also hold directions below the numerical rank. If rows were rounded, their last digits
-    tell nothing of the keys. Then keys that lack directions may have any.
+    tell nothing of the keys. So keys that lack directions may have any, and the error is larger by 2uκ.
     """
     d = moments.high.shape[2]
     cut, target, limit = rank_tolerance(d), _DOUBLE_ERROR["float64"], _limit(like.format, d)
@@ -419,7 +419,8 @@ def factor_sum(moments: Expansion, like: Rows) -> Factor:
             batch.spans[item], batch.hidden[item] = Span.of_columns(diagonal[item] > 0), None
         elif moments.spans and not moments.rounded:
             batch.look_below(item, one.resolved if moments.folds[item] == 3 else None, moments.spans[item])
-    return batch.factor()
+    found = batch.factor()
+    return replace(found, error=found.error + 2 * UNIT * found.condition) if moments.rounded else found
 
 
 @dataclass(frozen=True)

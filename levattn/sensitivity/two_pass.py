@@ -23,7 +23,6 @@ from levattn._kernels import Rows
 from levattn.exceptions import KeyFileError
 from levattn.io import KeySource, replace_file
 from levattn.io.source import record_of
-from levattn.linalg.accumulator import UNIT
 from levattn.linalg.factor import Factor
 from levattn.linalg.reading import RowDigest, rows_named
 from levattn.linalg.weighted import chunk_times_roots, exact_products, numbers_of
@@ -467,8 +466,6 @@ class _Run:
         if self._moments is None or self._n is None:
             raise AssertionError("the second pass comes after the first")
         factor = self._moments.factor()
-        if self._source.weights is not None:  # products of float64 were rounded
-            factor = replace(factor, error=factor.error + 2 * UNIT * factor.condition)
         factor = self._factor = factor if self._single else factor.exactly()
         self._make_room(self._n, factor.scores(**self._options)[0])
         for matrices, rows in self._rest():

@@ -121,6 +121,22 @@ def test_rounded_products_hide_no_key_of_chunks_and_streams(n: int) -> None:
     assert len(twice) <= 2 / epsilon
 
 
+@pytest.mark.parametrize("condition", [1e7, 1e9, 1e11])
+def test_no_key_is_missed_by_the_rounding_of_its_product(condition: float) -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal(60), rng.integers(1, 4, 60).astype(float)
+    K = np.stack([x, x + rng.standard_normal(60) / condition], axis=1)
+    exact = exact_with(K, w)
+    for key in np.argsort(-exact)[:6]:
+        epsilon = exact[key] * (1 - 1e-13)
+        for found in (
+            levattn.universal_set(K, epsilon, weights=w),
+            levattn.universal_set(in_chunks(K), epsilon, weights=w),
+            levattn.StreamingUniversalSet(epsilon).update(K, weights=w).result(),
+        ):
+            assert key in found.indices
+
+
 @pytest.mark.filterwarnings("ignore:K is rank-deficient:levattn.RankWarning")
 def test_a_key_whose_product_lies_among_the_others_is_in() -> None:
     """Two entries may differ and have the same product with a root: then products lack a direction of the keys."""
