@@ -15,6 +15,8 @@ from emulator import device as emulated
 from emulator import places
 from emulator.card import MainMemory
 
+ROOMY = MainMemory.shared_limit
+
 
 @pytest.fixture
 def main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +28,14 @@ def main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches take arrays of numpy."""
     emulator.on_host(monkeypatch)
+
+
+@pytest.fixture
+def roomy(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches on arrays of numpy, where a block may have the shared memory that large cards have."""
+    monkeypatch.setattr(MainMemory, "shared_limit", ROOMY)
+    if emulator.place.shared_limit < ROOMY:
+        pytest.skip("the blocks of this card have less shared memory")
 
 
 @pytest.fixture

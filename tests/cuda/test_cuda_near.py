@@ -201,10 +201,10 @@ def test_near_keys_join_slots(kind: str, D: int, wide: int, *, told: bool) -> No
 
 
 @pytest.mark.cuda
-@pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("d", [1, 5, 64, 129])
-def test_moments_of_queries_are_factored(d: int, dtype: str) -> None:
+def test_moments_of_queries_are_factored(d: int, dtype: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("roomy" if d > 108 else "host")
     rng = np.random.default_rng(d)
     Q, K = 3 + rng.standard_normal((3, 400, d)), rng.standard_normal((3, 50, d)) - 1
     Q[1] = 2.0  # no spread about the mean

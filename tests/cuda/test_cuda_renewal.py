@@ -33,7 +33,6 @@ RENEWALS: list[dict[str, Any]] = [
     {"R": 0, "residual": False},
     {"d": 1, "D": 1, "n": 1, "R": 1},
     {"d": 70, "D": 33, "R": 9},
-    {"d": 130, "D": 140, "n": 9, "s": 3},
     {"D": 1, "sinks": 2, "turns": 1},
     {"s": 0, "before": 0, "turns": 1, "in_turn": False, "bounded": False},
     {"s": 2, "before": 3, "R": 7, "turns": 1, "in_turn": False},
@@ -125,6 +124,18 @@ def check(x: RenewalArguments) -> None:
 @pytest.mark.parametrize("shape", RENEWALS, ids=str)
 def test_slots_are_those_of_main_memory(shape: dict[str, Any]) -> None:
     check(renewal(**shape))
+
+
+@pytest.mark.usefixtures("roomy")
+def test_slots_of_more_columns_than_a_small_card_factors() -> None:
+    check(renewal(d=130, D=140, n=9, s=3))
+
+
+@pytest.mark.usefixtures("main_memory", "host")
+def test_a_small_card_leaves_them_to_launches_of_their_own() -> None:
+    """Its blocks have 99 KiB of shared memory."""
+    assert cuda_renewal.can_renew(108, 140, (8, 5), 9)
+    assert not cuda_renewal.can_renew(130, 140, (8, 5), 9)
 
 
 @pytest.mark.usefixtures("host")
@@ -366,7 +377,7 @@ def test_renewals_that_are_refused_take_steps(refuses: str, tensors: Any, monkey
     torch.testing.assert_close(found.inner, exact, rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("host")
+@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(
     ("d", "D", "slots", "leaving", "fits"),
     [

@@ -383,7 +383,7 @@ def test_launches_of_the_library_run_here(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert (cuda_source.namespace(), emulator.order) == (xp, 3)
         for type, dtype in (("float", np.float32), ("double", np.float64)):
             x = xp.ones(128, dtype)
-            for shared in (0, 200_000):  # much shared memory is asked for
+            for shared in (0, 100_000):  # much shared memory is asked for
                 cuda_source.launch(
                     "own", "scale", [type], (2,), [x, 1, None, 3, True, None], threads=64, shared=shared
                 )

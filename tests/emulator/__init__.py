@@ -39,7 +39,7 @@ import pytest
 from levattn._core.arrays import as_cupy, is_torch
 from levattn._kernels import cuda_source
 
-from .card import CHOSEN, Card, MainMemory, StandIn, device_count, true_card
+from .card import CHOSEN, LEAST_SHARED, Card, MainMemory, StandIn, device_count, true_card
 from .zones import DeviceError, copies_of
 
 __all__ = [
@@ -379,7 +379,10 @@ def _poisoned(array: np.ndarray) -> np.ndarray:
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
-    """Let `cuda_source` take arrays of numpy, and run kernels in main memory or on a card, until the test ends."""
+    """Let `cuda_source` take arrays of numpy, and run kernels in main memory or on a card, until the test ends.
+
+    In main memory a block has no more shared memory than on any card, so that all launches fit there.
+    """
     host = Host()
 
     def of_host(source: str, name: str, types: tuple[str, ...], _device: int) -> Launched:
@@ -389,6 +392,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> Host:
     monkeypatch.setattr(cuda_source, "_compiled", of_host)
     monkeypatch.setattr(cuda_source, "_address", lambda array: as_cupy(array) if is_torch(array) else array)
     monkeypatch.setattr(cuda_source, "_shared_limit", lambda _device: place.shared_limit)
+    monkeypatch.setattr(MainMemory, "shared_limit", LEAST_SHARED)
     monkeypatch.setattr(sys.modules[__name__], "order", seed)
     return host
 
