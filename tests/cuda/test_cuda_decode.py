@@ -363,6 +363,26 @@ def test_codes_that_do_not_lie_in_packs_are_left_to_others() -> None:
     assert not mixed.writes(np.zeros((*step.q.shape[:3], 64), np.float16))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_that_begin_between_packs_are_left_to_others(format: str) -> None:
+    """As a part of a larger array of bytes may begin; a device stops at such an address."""
+    step, numbers = of_codes(drawn(9, 3, 64, 64, format=format), format, 8)
+    keys, values, weights = step.slots
+
+    def moved(codes: Codes, by: int) -> Codes:
+        room = np.zeros(codes.codes.size + by, np.uint8)
+        room[by:] = codes.codes.reshape(-1)
+        return codes._replace(codes=room[by:].reshape(codes.codes.shape))
+
+    pack = 4 if format == "float32" else 8  # numbers, and so bytes of codes, that are read at once
+    for by, fits in ((1, False), (pack // 2, False), (pack, True), (16, True)):
+        for slots in ((moved(keys, by), values, weights), (keys, moved(values, by), weights)):
+            other = replace(step, slots=slots)
+            assert (HeldSlots.of(*other.slots, other.heads, 16 // pack) is not None) == fits
+            if fits:
+                np.testing.assert_array_equal(other.run(), numbers.run())
+
+
 @pytest.mark.cuda
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("format", FORMATS)

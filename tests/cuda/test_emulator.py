@@ -159,6 +159,8 @@ FAULTS = (
     ),
     ("out[0] = 1 << (threadIdx.x + 20);", "shifts by more bits than there are in line"),
     ("out[0] = 5 / (12 - (int)threadIdx.x);", "divides by zero"),
+    ("out[0] = ((uint2 *)((char *)out + 4))->y;", "at an address that is no multiple"),
+    ("__shared__ T there[8]; *(uint4 *)(there + threadIdx.x % 2) = {}; out[0] = there[4];", "no multiple of the size"),
     ("if (threadIdx.x == 9) out[1ll << 50] = 1; __syncthreads();", r"thread \(9, 0, 0\) reads or writes where"),
     ("if (threadIdx.x == 9) out[0] = *(T *)nullptr;", "where no memory is"),
     ("volatile char room[1 << 18]; room[out[0]] = room[1]; out[0] = room[0];", "its stack is full"),

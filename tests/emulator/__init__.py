@@ -77,7 +77,7 @@ FLAGS = (
         "-fvisibility=hidden",
         "-fno-gnu-unique",
     ),  # libraries share no static variable
-    "-fsanitize=bounds,shift-exponent,integer-divide-by-zero",  # reported by the shim
+    "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero",  # reported by the shim
     *sorted(f"-m{name}" for name in THERE),
 )
 

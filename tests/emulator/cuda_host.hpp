@@ -384,6 +384,9 @@ extern "C" void __ubsan_handle_shift_out_of_bounds(Place *place, void *, void *)
     fail_at(place, "shifts by more bits than there are");
 }
 extern "C" void __ubsan_handle_divrem_overflow(Place *place, void *, void *) { fail_at(place, "divides by zero"); }
+extern "C" void __ubsan_handle_type_mismatch_v1(Place *place, void *) {
+    fail_at(place, "reads or writes at an address that is no multiple of the size of what it accesses");
+}
 
 // And what the machine finds, while a kernel runs.
 class Watch {

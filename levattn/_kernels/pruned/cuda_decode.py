@@ -73,8 +73,9 @@ class Codes(NamedTuple):
         return int(self.codes.shape[-1]) * 8 // self.bits // int(self.lows.shape[-1])
 
     def are_in_packs(self, pack: int) -> bool:
-        """Tell whether so many columns lie in one block, and their codes one after another."""
-        return self.width % pack == 0 and self.codes.shape[-1] % pack == 0 and self.entries % pack == 0
+        """Tell whether so many columns lie in one block, and their codes one after another from a multiple on."""
+        sizes = self.width, self.codes.shape[-1], self.entries, _start(self.codes)
+        return all(size % pack == 0 for size in sizes)
 
 
 _NO_CODES = [None] * 8 + [0] * 7  # the parameters of codes
@@ -197,11 +198,14 @@ def open_codes(coded: Codes, rows: Any) -> None:
 
 def _in_packs(pack: int, array: Any, *steps: int) -> bool:
     """Tell whether rows of an array begin at packs of so many numbers; the steps of an axis of one do not count."""
-    if hasattr(array, "data_ptr"):
-        start = array.data_ptr()
-    else:
-        start = array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
-    if start % _PACK:
+    if _start(array) % _PACK:
         return False
     b, h, n = array.shape[:3]
     return not ((b > 1 and steps[0] % pack) or (h > 1 and steps[1] % pack) or (n > 1 and steps[2] % pack))
+
+
+def _start(array: Any) -> int:
+    """Return where an array or a tensor begins."""
+    if hasattr(array, "data_ptr"):
+        return int(array.data_ptr())
+    return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)
