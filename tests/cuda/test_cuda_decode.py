@@ -403,3 +403,12 @@ def test_codes_are_opened_in_one_launch(bits: int, d: int, format: str, *, colum
     found, expected = widened(in_orders(called)), coded.opened().double().numpy()
     room = (ROUNDING[format] + 4e-7) * np.abs(expected) + 1e-6 * np.abs(expected).max((0, 1, 2))
     assert (np.abs(found - expected) <= room).all()
+
+
+def test_codes_of_more_rows_than_a_grid_has_are_left_to_others() -> None:
+    """Two million rows of a head; nothing is launched, so the numbers need no memory."""
+    shape = (2, 3, 65535 * 32 + 1, 8)
+    codes = np.broadcast_to(np.zeros((), np.uint8), shape)
+    scales = np.broadcast_to(np.zeros((), np.uint16), (*shape[:-1], 1))
+    rows = np.broadcast_to(np.zeros((), np.float32), shape)
+    assert not cuda_decode.open_codes(Codes(codes, scales, scales, None, None, 8, 8), rows)

@@ -23,7 +23,7 @@ _SHORTEST, _LONGEST = 64, 256  # keys of a chunk
 _MANY = 128  # chunks, from which on they are longer
 _STATIC = 1024  # upper bound of the static shared memory of kernels, in bytes
 _LISTED = 64  # heads that bits can tell apart
-_BLOCKS = 2**31 - 1
+_BLOCKS, _SLABS = 2**31 - 1, 65535  # of a grid along its first axis, and along the others
 _OPENED = 32  # rows of a block that opens codes, as in codes.cu
 
 
@@ -188,12 +188,15 @@ def attend_token(
     return True
 
 
-def open_codes(coded: Codes, rows: Any) -> None:
-    """Write rows (..., s, d) of codes; see codes.cu."""
+def open_codes(coded: Codes, rows: Any) -> bool:
+    """Write rows (..., s, d) of codes, and tell whether the kernel can do it; see codes.cu."""
     s, d = rows.shape[-2:]
     grid = math.prod(rows.shape[:-2]), -(-s // _OPENED), -(-d // 32)
+    if max(grid[1:]) > _SLABS:
+        return False
     arguments = [*coded[:5], s, d, *_sizes(coded), coded.entries, coded.bits, rows]
     launch("codes", "open_codes", (stored(rows.dtype),), grid, arguments)
+    return True
 
 
 def _in_packs(pack: int, array: Any, *steps: int) -> bool:

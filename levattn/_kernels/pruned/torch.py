@@ -369,8 +369,7 @@ def opened_codes(coded: Codes, dtype: Any) -> Any:
     if torch.cuda.is_current_stream_capturing():
         return None
     rows = coded.codes.new_empty(coded.shape, dtype=dtype)
-    cuda_decode.open_codes(coded, rows)
-    return rows
+    return rows if cuda_decode.open_codes(coded, rows) else None
 
 
 def _are_read_as_codes(arrays: list[Any]) -> bool:
