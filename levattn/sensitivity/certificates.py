@@ -456,7 +456,7 @@ def lifted_rows(rows: Rows, m: int) -> Rows:
     lifted: Float64 = np.empty((b, n, lift_columns(d, m)))
     for item in range(b):
         _lift(float64_rows(rows.item(item), 0, n), m, lifted[item], weighted=False)
-    return Rows(lifted, "float64")
+    return Rows(lifted, "float64", rows.mask)
 
 
 def lifted_sums(Q: Float64, factor: Factor, lift: Factor, m: int) -> tuple[Float64, Float64]:

@@ -563,6 +563,19 @@ def test_a_mask_without_keys() -> None:
     assert np.array_equal(state.update(np.eye(3)).result().indices, [5000, 5001, 5002])
 
 
+@pytest.mark.parametrize("f", [2, 1, levattn.Power(4)], ids=str)
+def test_masked_keys_are_not_held_where_all_others_are(f: Any) -> None:
+    """Rounding hides directions of the products for x⁴; whole blocks of a chunk are read where they lie."""
+    rng = np.random.default_rng(0)
+    x, mask = rng.standard_normal(16_384), rng.random(16_384) < 0.8
+    K = np.where(mask[:, None], np.stack([x, x / 3], axis=1), np.nan)
+    found = levattn.StreamingUniversalSet(0.1, f=f).update(K, mask=mask).result()
+    assert found.present == mask.sum()
+    assert mask[found.indices].all()
+    if f != 2:
+        assert len(found) >= len(levattn.universal_set(K, 0.1, f=f, mask=mask))
+
+
 @pytest.mark.parametrize("epsilon", [0.05, 0.004])
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_every_head_is_its_own_stream(with_mask: bool, epsilon: float) -> None:
