@@ -538,8 +538,9 @@ def _weights_for(K: Any, weights: Any) -> Any:
     import dask.array as da
 
     w = weights
-    if not isinstance(weights, da.Array):
-        check_nonnegative("weights", numbers := numbers_of(weights))
+    if not isinstance(w, da.Array):
+        numbers = numbers_of(w)
+        check_nonnegative("weights", numbers)
         w = da.from_array(numbers)
     known = not any(map(math.isnan, (*w.shape, *K.shape)))
     if known:

@@ -290,8 +290,7 @@ class _Batch:
         if less is None:
             return
         found = factor_moments(less, single="no").forget_keys()
-        if rounded:
-            found = replace(found, error=found.error + 2 * UNIT * found.condition)
+        found = _of_rounded(found) if rounded else found
         if one.scale is not None:  # as the keys are read
             with np.errstate(over="ignore", under="ignore"):
                 found = replace(found, rows=found.rows.scaled(one.scale))
@@ -420,7 +419,12 @@ def factor_sum(moments: Expansion, like: Rows) -> Factor:
         elif moments.spans and not moments.rounded:
             batch.look_below(item, one.resolved if moments.folds[item] == 3 else None, moments.spans[item])
     found = batch.factor()
-    return replace(found, error=found.error + 2 * UNIT * found.condition) if moments.rounded else found
+    return _of_rounded(found) if moments.rounded else found
+
+
+def _of_rounded(found: Factor) -> Factor:
+    """Return the factor with the error of scores that the rounding of rows before they came causes."""
+    return replace(found, error=found.error + 2 * UNIT * found.condition)
 
 
 @dataclass(frozen=True)
